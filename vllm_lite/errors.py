@@ -1,0 +1,17 @@
+"""The errors that cross a layer. Each carries a message that a user can act on; nothing here knows HTTP."""
+
+
+class RequestError(ValueError):
+    """A caller's mistake: names the field, the value and what is allowed. The HTTP layer answers 400 with it."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine can serve no request any more. The HTTP layer answers 503 with it."""
+
+
+class RequestFailedError(RuntimeError):
+    """This one request failed through no fault of its caller (its step raised, its logits were not finite)."""
+
+
+class StartupError(RuntimeError):
+    """The server cannot start as asked: names the thing and the way out. The process prints it and exits with 1."""
