@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 CORPUS = (
     "hello world, the quick brown fox jumps over the lazy dog. Then it sleeps, and the world says hello again.",
     "A sequence of tokens is a sequence of numbers: one, two, three, four, five, six, seven, eight, nine, ten.",
-    "Some words come with spaces   between them, some with \"quotes\" and some (very few) with brackets.",
+    'Some words come with spaces   between them, some with "quotes" and some (very few) with brackets.',
     "naïve café, über-cool façade, déjà vu; mañana será otro día.",
 )
 

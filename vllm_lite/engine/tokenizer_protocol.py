@@ -1,0 +1,48 @@
+"""What the engine wants of a tokenizer. Knows no library: the tokenizer itself arrives as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Every method may be called from several threads at once."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids from here on decode to nothing (a model's embedding is often padded beyond its tokenizer)."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own end of sequence; the checkpoint may name more."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` hides."""
+
+    @property
+    def max_token_bytes(self) -> int | None:
+        """No token stands for more UTF-8 bytes of a prompt than this; None where no such bound is known.
+
+        A prompt of `b` bytes has at least `b / max_token_bytes` tokens, so one that cannot fit is refused unread.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, with the special tokens that the tokenizer adds by itself (such as BOS)."""
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of a piece of text, with no special token added."""
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """The text of some ids, with U+FFFD where bytes make no character.
+
+        Special tokens that are shown stand between spaces if `spaces_between_special_tokens`. That flag has no effect
+        while they are skipped.
+        """
