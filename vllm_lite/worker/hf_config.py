@@ -1,0 +1,198 @@
+"""Reads config.json and generation_config.json into a ModelConfig, as plain JSON: runs no code, needs no transformers.
+
+Where a key is missing, each architecture has its own default, the one that transformers has for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vllm_lite.config import ModelConfig
+from vllm_lite.errors import StartupError
+from vllm_lite.worker.config_values import ConfigValues, read_json
+from vllm_lite.worker.hf_rope import read_rope
+
+DTYPE_NAMES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What an architecture takes for granted. `*_bias` name the key that decides, or the fixed answer."""
+
+    max_position_embeddings: int
+    num_kv_heads: int | None = None
+    """None: as many as attention heads."""
+    head_dim: int | None = None
+    """None: hidden size / attention heads."""
+    eos_token_id: int | None = None
+    window: Literal["none", "every layer", "by layer type"] = "none"
+    qkv_bias: str | bool = False
+    o_bias: str | bool = False
+    mlp_bias: str | bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {
+    "LlamaForCausalLM": _Family(
+        2048, eos_token_id=2, qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
+    ),
+    "MistralForCausalLM": _Family(131072, num_kv_heads=8, eos_token_id=2, window="every layer"),
+    "Qwen2ForCausalLM": _Family(32768, num_kv_heads=32, window="by layer type", qkv_bias=True),
+    "Qwen3ForCausalLM": _Family(
+        32768,
+        num_kv_heads=32,
+        head_dim=128,
+        window="by layer type",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+    ),
+}
+
+
+def read_model_config(folder: Path, *, trust_remote_code: bool) -> ModelConfig:
+    """What the checkpoint in `folder` says about its model.
+
+    Raises StartupError that names the file and the key for what is missing, contradictory or not supported.
+    """
+    values = read_json(folder / "config.json")
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else ConfigValues({}, str(generation_path))
+    architecture = _architecture(values, trust_remote_code=trust_remote_code)
+    family = FAMILIES[architecture]
+    num_layers = values.integer("num_hidden_layers")
+    num_heads = values.integer("num_attention_heads")
+    default_kv_heads = family.num_kv_heads if "num_key_value_heads" not in values else None
+    max_position_embeddings = values.integer("max_position_embeddings", family.max_position_embeddings)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=values.integer("vocab_size"),
+        hidden_size=values.integer("hidden_size"),
+        intermediate_size=values.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=values.integer("num_key_value_heads", default_kv_heads or num_heads),
+        head_dim=_head_dim(values, family.head_dim),
+        max_position_embeddings=max_position_embeddings,
+        norm_eps=values.number("rms_norm_eps", 1e-6),
+        rope=read_rope(values, max_position_embeddings),
+        sliding_windows=_sliding_windows(values, family, num_layers),
+        hidden_act=values.text("hidden_act", "silu"),
+        tie_word_embeddings=values.flag("tie_word_embeddings", False),
+        qkv_bias=_bias(values, family.qkv_bias),
+        o_bias=_bias(values, family.o_bias),
+        mlp_bias=_bias(values, family.mlp_bias),
+        qk_norm=family.qk_norm,
+        eos_token_ids=_eos_token_ids(values, generation, family.eos_token_id),
+        dtype=_dtype_name(values),
+    )
+    check_heads(config, values.source)
+    return config
+
+
+def derived_max_model_len(config: ModelConfig) -> int:
+    """The most tokens, prompt and answer together, that the checkpoint is made for."""
+    rope = config.rope
+    if rope.kind == "linear":
+        return round(config.max_position_embeddings * rope.factor)
+    if rope.kind == "yarn":
+        return round((rope.original_max_position_embeddings or config.max_position_embeddings) * rope.factor)
+    return config.max_position_embeddings
+
+
+def check_heads(config: ModelConfig, source: str) -> None:
+    """Raises StartupError for head counts that no attention can be built from."""
+    if config.num_heads % config.num_kv_heads:
+        allowed = [str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+        raise StartupError(
+            f"{source}: num_key_value_heads {config.num_kv_heads} does not divide num_attention_heads "
+            f"{config.num_heads}; it may be {', '.join(allowed)}."
+        )
+    if config.head_dim % 2:
+        raise StartupError(f"{source}: head_dim {config.head_dim} is odd, but RoPE turns pairs of dimensions.")
+
+
+def _architecture(values: ConfigValues, *, trust_remote_code: bool) -> str:
+    quantization = values.get("quantization_config") or values.get("quantization")
+    if quantization:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        raise StartupError(
+            f"{values.source}: quantization {method!r} is not supported yet; use an unquantised or a GGUF checkpoint."
+        )
+    if values.get("auto_map") and not trust_remote_code:
+        raise StartupError(
+            f"{values.source} has an 'auto_map': the checkpoint brings Python code of its own. It was not run. "
+            "With --trust-remote-code the model runs if its architecture is one that is built in."
+        )
+    names = values.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise values.wrong("architectures", f"a list with a name such as {next(iter(FAMILIES))}")
+    if names[0] not in FAMILIES:
+        raise StartupError(
+            f"{values.source}: architecture {names[0]!r} is not supported; supported are {', '.join(FAMILIES)}."
+        )
+    return names[0]
+
+
+def _head_dim(values: ConfigValues, default: int | None) -> int:
+    if values.get("head_dim") is None and default is None:
+        hidden_size, num_heads = values.integer("hidden_size"), values.integer("num_attention_heads")
+        if hidden_size % num_heads:
+            raise StartupError(
+                f"{values.source}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+                "and there is no head_dim."
+            )
+        default = hidden_size // num_heads
+    return values.integer("head_dim", default)
+
+
+def _bias(values: ConfigValues, rule: str | bool) -> bool:
+    return values.flag(rule, False) if isinstance(rule, str) else rule
+
+
+def _sliding_windows(values: ConfigValues, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer in tokens, the query itself included; None for full attention."""
+    is_used = family.window == "every layer" or (
+        family.window == "by layer type" and values.flag("use_sliding_window", False)
+    )
+    is_null = "sliding_window" in values and values.get("sliding_window") is None
+    window = values.integer("sliding_window", 4096) if is_used and not is_null else None
+    if family.window != "by layer type":
+        return (window,) * num_layers
+    layer_types = values.get("layer_types")
+    if layer_types is None:
+        first = values.get("max_window_layers")
+        first = 28 if first is None else first
+        if not isinstance(first, int):
+            raise values.wrong("max_window_layers", "an integer")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise values.wrong("layer_types", f"a list of {num_layers} names, one a layer")
+    unknown = [name for name in layer_types if name not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise StartupError(
+            f"{values.source}: layer type {unknown[0]!r} is not supported; supported are full_attention and "
+            "sliding_attention."
+        )
+    if window is None and "sliding_attention" in layer_types:
+        raise StartupError(
+            f"{values.source}: 'layer_types' asks for sliding_attention, but 'use_sliding_window' and "
+            "'sliding_window' give no window."
+        )
+    return tuple(window if name == "sliding_attention" else None for name in layer_types)
+
+
+def _eos_token_ids(values: ConfigValues, generation: ConfigValues, default: int | None) -> frozenset[int]:
+    """The union over both files. The default only counts where neither says anything, null included."""
+    ids = values.ids("eos_token_id") | generation.ids("eos_token_id")
+    says_nothing = "eos_token_id" not in values and "eos_token_id" not in generation
+    return frozenset([default]) if says_nothing and default is not None else ids
+
+
+def _dtype_name(values: ConfigValues) -> str | None:
+    """float32, float16 or bfloat16; None where the file says nothing or something else."""
+    name = values.get("dtype") or values.get("torch_dtype")
+    name = str(name).removeprefix("torch.")
+    return name if name in DTYPE_NAMES else None

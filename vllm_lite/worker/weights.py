@@ -1,0 +1,104 @@
+"""Copies a checkpoint's tensors into a model's parameters. Knows neither file formats nor architectures."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from vllm_lite.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+NUM_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """A tensor of a checkpoint under its Hugging Face name, whatever the file format.
+
+    `read` brings the values in, may be called from any thread, and raises StartupError where the file is broken.
+    `dtype` is what the file stores, None where that is a quantised type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    dtype: torch.dtype | None = None
+
+
+def load_weights(
+    tensors: Iterable[CheckpointTensor], targets: Mapping[str, torch.Tensor], ignored: Callable[[str], bool]
+) -> None:
+    """Copies each tensor into the target of its name, in parallel, converted to the target's dtype.
+
+    Names and shapes are checked before anything is read. Raises StartupError for a target without a tensor and for a
+    wrong shape or dtype; tensors without a target that are not `ignored` are named in one warning.
+    """
+    by_name: dict[str, CheckpointTensor] = {}
+    for tensor in tensors:
+        if tensor.name in by_name:
+            raise StartupError(f"the checkpoint holds tensor {tensor.name} twice; keep one of its weight files.")
+        by_name[tensor.name] = tensor
+    _check(by_name, targets)
+    _warn_of_leftovers([name for name in by_name if name not in targets and not ignored(name)])
+
+    def copy(name: str) -> None:
+        with torch.inference_mode():
+            source = by_name[name].read()
+            if source.dtype not in FLOAT_DTYPES:
+                raise StartupError(f"tensor {name} is stored as {source.dtype}: only unquantised weights can be read.")
+            targets[name].copy_(source)
+
+    largest_first = sorted(targets, key=lambda name: -targets[name].numel())
+    with ThreadPoolExecutor(max_workers=num_loading_threads(), thread_name_prefix="load-weights") as pool:
+        for _ in pool.map(copy, largest_first):
+            pass
+
+
+def fill_with_random(targets: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Small random numbers (uniform, within 0.02) that depend on the seed and the tensor's name only."""
+    for name, target in targets.items():
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        with torch.inference_mode():
+            target.uniform_(-0.02, 0.02, generator=generator)
+
+
+def num_loading_threads() -> int:
+    """One thread for each core that the process may use, eight at most: more would only wait for memory."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(num_cores, 8)
+
+
+def _check(by_name: Mapping[str, CheckpointTensor], targets: Mapping[str, torch.Tensor]) -> None:
+    missing = [name for name in targets if name not in by_name]
+    if missing:
+        hint = " (the checkpoint's configuration says that it is not tied to the embedding)"
+        raise StartupError(
+            f"the checkpoint lacks {_listed(missing)} which the model needs"
+            f"{hint if missing == ['lm_head.weight'] else ''}; download it again or name another one."
+        )
+    for name, target in targets.items():
+        if by_name[name].shape != tuple(target.shape):
+            raise StartupError(
+                f"tensor {name} has shape {list(by_name[name].shape)} in the checkpoint, but its configuration asks "
+                f"for {list(target.shape)}: configuration and weights do not belong together."
+            )
+
+
+def _warn_of_leftovers(names: list[str]) -> None:
+    if names:
+        logger.warning("the model has no use for %s of the checkpoint", _listed(names))
+
+
+def _listed(names: list[str]) -> str:
+    noun = "tensor" if len(names) == 1 else f"{len(names)} tensors:"
+    rest = ", ..." if len(names) > NUM_NAMES_SHOWN else ""
+    return f"{noun} {', '.join(names[:NUM_NAMES_SHOWN])}{rest}"
