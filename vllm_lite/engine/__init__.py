@@ -1,0 +1,1 @@
+"""The control plane: plain Python and numpy. Knows neither torch nor HTTP."""

@@ -1,7 +1,8 @@
 """One step of the engine as flat numpy arrays: the only thing that crosses to the data plane, and to other ranks.
 
 `StepInput` says what to compute, `StepOutput` what came out. Both are immutable by contract: who builds an array hands
-it over and never writes to it again. Nothing here knows a request, a tokenizer or torch.
+it over and never writes to it again. They know no request, no tokenizer and no torch; `pack` alone reads sequences,
+to turn the scheduler's `StepPlan` into a `StepInput`.
 
 S sequences take part in a step, T tokens are computed (a decode brings one, a prompt chunk several) and R of the
 sequences have a token sampled (a chunk that does not reach the end of its prompt has none). Sequences that bring
@@ -10,11 +11,16 @@ exactly one token come first.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_lite.engine.sequence import Request, Sequence
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
@@ -29,7 +35,8 @@ class StepShape:
     """The sizes of a step as Python ints: what an op slices its tensors of maximal size by.
 
     `num_decodes` sequences bring one token each and come first; `max_query_len` is the most tokens that any sequence
-    brings and `max_context_len` the longest context (cached and new tokens together).
+    brings and `max_context_len` the longest context (cached and new tokens together). `num_rows` sampled rows need
+    logits.
     """
 
     num_tokens: int
@@ -37,6 +44,7 @@ class StepShape:
     num_decodes: int
     max_query_len: int
     max_context_len: int
+    num_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,3 +125,145 @@ class StepOutput:
     """The tokens of the R sampled rows, in the order of `SamplingInput`."""
 
     token_ids: Int32Array
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """A sequence's part in a step: it brings its next `num_tokens` tokens that are not computed yet."""
+
+    request: Request
+    sequence: Sequence
+    num_tokens: int
+    copies: list[tuple[int, int]]
+    """(source, destination) blocks of its copy-on-write."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a next token is picked: only the end of what is known has one."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the scheduler chose for one step; those that bring exactly one token come first."""
+
+    block_size: int
+    scheduled: list[ScheduledSequence]
+
+
+def pack(plan: StepPlan) -> StepInput:
+    """Lays a plan with at least one sequence out in flat arrays, all of them new."""
+    sequences = [scheduled.sequence for scheduled in plan.scheduled]
+    num_seqs = len(sequences)
+    num_new = _int32((scheduled.num_tokens for scheduled in plan.scheduled), num_seqs)
+    num_computed = _int32((sequence.num_computed_tokens for sequence in sequences), num_seqs)
+    query_starts = _starts(num_new)
+    num_tokens = int(query_starts[-1])
+    token_ids = array("i")
+    for sequence, start, end in zip(sequences, num_computed.tolist(), (num_computed + num_new).tolist()):
+        token_ids.extend(sequence.token_ids[start:end])
+    sequence_of_token = np.repeat(np.arange(num_seqs, dtype=np.int32), num_new)
+    positions = np.arange(num_tokens, dtype=np.int32) + (num_computed - query_starts[:-1])[sequence_of_token]
+    block_tables = _block_tables(sequences)
+    block_ids = block_tables[sequence_of_token, positions // plan.block_size]
+    context_lens = num_computed + num_new
+    copies = np.array([copy for scheduled in plan.scheduled for copy in scheduled.copies], np.int32).reshape(-1, 2)
+    is_sampled = np.fromiter((scheduled.is_sampled for scheduled in plan.scheduled), np.bool_, num_seqs)
+    return StepInput(
+        shape=StepShape(
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            num_decodes=int(np.count_nonzero(num_new == 1)),
+            max_query_len=int(num_new.max()),
+            max_context_len=int(context_lens.max()),
+            num_rows=int(np.count_nonzero(is_sampled)),
+        ),
+        token_ids=np.frombuffer(token_ids, np.int32),
+        positions=positions,
+        slot_mapping=block_ids * plan.block_size + positions % plan.block_size,
+        query_starts=query_starts,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        copy_sources=np.ascontiguousarray(copies[:, 0]),
+        copy_destinations=np.ascontiguousarray(copies[:, 1]),
+        sampling=_pack_sampling(
+            [scheduled.sequence for scheduled in plan.scheduled if scheduled.is_sampled],
+            (query_starts[1:] - 1)[is_sampled],
+        ),
+    )
+
+
+def _pack_sampling(rows: list[Sequence], token_indices: Int32Array) -> SamplingInput:
+    num_rows = len(rows)
+    rules = [sequence.rules for sequence in rows]
+    numbers = np.array([rule.sampling_row for rule in rules], np.float32).reshape(num_rows, 6).T.copy()
+    histories = [sequence.token_ids if sequence.rules.needs_history else _NO_IDS for sequence in rows]
+    bias_rows, bias_ids = _pairs([rule.bias_ids for rule in rules])
+    banned_rows, banned_ids = _pairs(
+        [sequence.rules.currently_banned_ids(sequence.token_ids, sequence.num_output_tokens) for sequence in rows]
+    )
+    allowed = [(row, rule.allowed_ids) for row, rule in enumerate(rules) if rule.allowed_ids is not None]
+    return SamplingInput(
+        token_indices=token_indices,
+        temperatures=numbers[0],
+        top_ks=_int32((rule.top_k for rule in rules), num_rows),
+        top_ps=numbers[1],
+        min_ps=numbers[2],
+        presence_penalties=numbers[3],
+        frequency_penalties=numbers[4],
+        repetition_penalties=numbers[5],
+        seeds=np.fromiter((sequence.seed for sequence in rows), np.uint64, num_rows),
+        positions=_int32((sequence.num_output_tokens for sequence in rows), num_rows),
+        history_ids=_joined(histories),
+        history_starts=_starts(_lengths(histories)),
+        history_prompt_lens=_int32(
+            (sequence.num_prompt_tokens if sequence.rules.needs_history else 0 for sequence in rows), num_rows
+        ),
+        bias_rows=bias_rows,
+        bias_ids=bias_ids,
+        bias_values=np.array([value for rule in rules for value in rule.bias_values], np.float32),
+        banned_rows=banned_rows,
+        banned_ids=banned_ids,
+        allowed_rows=np.array([row for row, _ in allowed], np.int32),
+        allowed_starts=_starts(_lengths([ids for _, ids in allowed])),
+        allowed_ids=_joined([ids for _, ids in allowed]),
+    )
+
+
+_NO_IDS = array("i")
+
+
+def _block_tables(sequences: list[Sequence]) -> Int32Array:
+    """[S, most blocks of any sequence], padded with 0."""
+    lengths = [len(sequence.blocks.block_ids) for sequence in sequences]
+    block_tables = np.zeros((len(sequences), max(lengths)), np.int32)
+    for row, length, sequence in zip(block_tables, lengths, sequences):
+        row[:length] = sequence.blocks.block_ids
+    return block_tables
+
+
+def _int32(values: Iterable[int], length: int) -> Int32Array:
+    return np.fromiter(values, np.int32, length)
+
+
+def _lengths(lists: AbstractSequence[AbstractSequence[int]]) -> Int32Array:
+    return _int32(map(len, lists), len(lists))
+
+
+def _starts(lengths: Int32Array) -> Int32Array:
+    """Where each of several consecutive lists begins, and behind them where the last one ends: [len(lengths) + 1]."""
+    starts = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def _joined(lists: AbstractSequence[array[int]]) -> Int32Array:
+    ids = array("i")
+    for more in lists:
+        ids.extend(more)
+    return np.frombuffer(ids, np.int32) if ids else np.zeros(0, np.int32)
+
+
+def _pairs(lists: AbstractSequence[array[int]]) -> tuple[Int32Array, Int32Array]:
+    """The (row, id) pairs of one list of ids a row."""
+    return np.repeat(np.arange(len(lists), dtype=np.int32), _lengths(lists)), _joined(lists)

@@ -1,0 +1,255 @@
+"""Runs the engine for many asyncio tasks at once. Knows no HTTP and nothing of what the executor does.
+
+One task steps the engine and owns its queues and blocks together with the event loop; only `executor.execute` runs on
+a thread of its own, and tokenising on a small pool. So nothing needs a lock.
+
+A step that raises fails the requests that took part in it, and the engine goes on, since one poisonous request must
+not stop the others. It is dead once the same error has hit three steps in a row whose prompts are all different: then
+the fault is not a request's. An error outside of the executor is our own bug and ends the engine at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from vllm_lite.engine.llm_engine import EngineStats, Executor, LLMEngine
+from vllm_lite.errors import EngineDeadError, RequestFailedError
+from vllm_lite.outputs import CompletionDelta, RequestDelta
+from vllm_lite.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 10.0
+MAX_FAILURES_IN_A_ROW = 3
+NUM_TOKENISING_THREADS = 2
+
+
+class Stream:
+    """What the reader of one request has not read yet: at most a delta a token. Nothing comes after its end."""
+
+    def __init__(self, num_outputs: int) -> None:
+        self.num_outputs = num_outputs
+        self.prompt_token_ids: Sequence[int] = ()
+        self.has_ended = False
+        self._items: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
+
+    def put(self, item: RequestDelta | Exception) -> None:
+        """Takes a delta, or the exception that the reader shall get."""
+        if not self.has_ended:
+            self.has_ended = isinstance(item, Exception) or item.finished
+            self._items.put_nowait(item)
+
+    async def get(self) -> RequestDelta:
+        """The next delta, in the order of `put`."""
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class FailureStreak:
+    """Counts steps in a row that failed with the same error although no two of them had a prompt in common.
+
+    Repeating one poisonous request does not make it longer, so no caller can kill the engine by insisting.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._error: tuple[type[BaseException], str] | None = None
+        self._prompts: set[int] = set()
+
+    def end(self) -> None:
+        """A step succeeded."""
+        self.length = 0
+        self._error = None
+        self._prompts.clear()
+
+    def add(self, error: BaseException, prompts: set[int]) -> None:
+        """A step failed; `prompts` are the hashes of its prompts, none where every caller has left."""
+        key = (type(error), str(error))
+        if key != self._error:
+            self.end()
+            self._error = key
+        if prompts and self._prompts.isdisjoint(prompts):
+            self.length += 1
+        self._prompts |= prompts
+
+
+class StatsLog:
+    """One line of statistics every 10 seconds, as long as steps are computed."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._last_step_time_s = -STATS_INTERVAL_S
+        self._start_time_s = 0.0
+        self._start = engine.stats()
+
+    def log_if_due(self, now_s: float) -> None:
+        """To be called after each step with a monotonic time."""
+        if now_s - self._last_step_time_s >= STATS_INTERVAL_S:  # the engine was idle: its rates begin now
+            self._start_time_s, self._start = now_s, self._engine.stats()
+        elif now_s - self._start_time_s >= STATS_INTERVAL_S:
+            stats, elapsed_s = self._engine.stats(), now_s - self._start_time_s
+            logger.info(
+                "Running %d, waiting %d, prompt %.1f tokens/s, generation %.1f tokens/s, KV cache %.1f %% used, "
+                "prefix hits %.1f %%, preemptions %d.",
+                stats.num_running,
+                stats.num_waiting,
+                (stats.num_prompt_tokens - self._start.num_prompt_tokens) / elapsed_s,
+                (stats.num_generated_tokens - self._start.num_generated_tokens) / elapsed_s,
+                100 - 100 * stats.num_free_blocks / stats.num_total_blocks,
+                100 * stats.num_hit_prefix_tokens / max(stats.num_queried_prefix_tokens, 1),
+                stats.num_preemptions,
+            )
+            self._start_time_s, self._start = now_s, stats
+        self._last_step_time_s = now_s
+
+
+class AsyncLLMEngine:
+    """An engine whose requests are async generators. All methods belong to the thread of the event loop."""
+
+    def __init__(self, engine: LLMEngine, executor: Executor, *, log_stats: bool = True) -> None:
+        self._engine = engine
+        self._executor = executor
+        self._stats_log = StatsLog(engine) if log_stats else None
+        self._failure_streak = FailureStreak()
+        self._compute_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="execute")
+        self._tokenise_pool = ThreadPoolExecutor(NUM_TOKENISING_THREADS, thread_name_prefix="tokenise")
+        self._streams: dict[str, Stream] = {}
+        self._has_work = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_stopping = False
+        self._task: asyncio.Task[None] | None = None
+        self._death: str | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served."""
+        return self._task is not None and not self._task.done() and self._death is None and not self._is_stopping
+
+    def start(self) -> None:
+        """Starts stepping, on the running event loop."""
+        assert self._task is None, "an engine starts once"
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
+
+    async def stop(self) -> None:
+        """Waits for the step that is being computed, then ends. Requests still open get an EngineDeadError."""
+        self._is_stopping = True
+        self._has_work.set()
+        if self._task is not None:
+            await self._task
+        self._compute_pool.shutdown()
+        self._tokenise_pool.shutdown(wait=False)
+        self._end_streams("The engine has been stopped.")
+
+    async def drain(self, grace_s: float) -> None:
+        """Waits up to `grace_s` seconds for the open requests, then ends the rest with reason "abort"."""
+        try:
+            await asyncio.wait_for(self._is_idle.wait(), grace_s)
+        except asyncio.TimeoutError:
+            for request_id, stream in self._streams.items():
+                outputs = tuple(CompletionDelta(i, "", (), "abort") for i in range(stream.num_outputs))
+                unstarted = RequestDelta(request_id, outputs, finished=True)
+                stream.put(self._engine.abort(request_id) or unstarted)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of gauges and counters."""
+        return self._engine.stats()
+
+    def prompt_token_ids(self, request_id: str) -> Sequence[int]:
+        """The prompt's ids while `generate` is open; empty before they are known."""
+        stream = self._streams.get(request_id)
+        return () if stream is None else stream.prompt_token_ids
+
+    async def generate(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncIterator[RequestDelta]:
+        """Yields a delta for each step that generated something. Closing or cancelling it aborts the request.
+
+        Raises RequestError for a caller's mistake (before the first delta), RequestFailedError where this request
+        failed, EngineDeadError where no request can be served.
+        """
+        self._check_alive()
+        assert request_id not in self._streams, "every request has an id of its own"
+        stream = self._streams[request_id] = Stream(params.num_candidates)
+        self._is_idle.clear()
+        try:
+            request = await asyncio.get_running_loop().run_in_executor(
+                self._tokenise_pool, self._engine.prepare, request_id, prompt, None, params
+            )
+            if not stream.has_ended:
+                stream.prompt_token_ids = request.prompt_token_ids
+                self._engine.enqueue(request)
+                self._has_work.set()
+            finished = False
+            while not finished:
+                delta = await stream.get()
+                finished = delta.finished
+                yield delta
+        finally:
+            del self._streams[request_id]
+            if self._death is None:  # a dead engine's queues cannot be trusted
+                self._engine.abort(request_id)
+            if not self._streams:
+                self._is_idle.set()
+
+    async def _run(self) -> None:
+        """Steps the engine while there is work. The one place that catches everything: nothing may die in silence."""
+        try:
+            while not self._is_stopping:
+                if self._engine.has_unfinished:
+                    await self._step()
+                else:
+                    self._has_work.clear()
+                    await self._has_work.wait()
+        except Exception as error:
+            logger.exception("The engine is dead.")
+            self._death = f"The engine is dead: {error!r}"
+            self._end_streams(self._death)
+
+    async def _step(self) -> None:
+        step = self._engine.begin_step()
+        if step is None:
+            return
+        future = asyncio.get_running_loop().run_in_executor(self._compute_pool, self._executor.execute, step)
+        await asyncio.wait([future])  # does not raise what the step raised
+        error = future.exception()
+        if error is not None:
+            self._fail_step(error)
+            return
+        self._failure_streak.end()
+        for delta in self._engine.finish_step(future.result()):
+            self._put(delta.request_id, delta)
+        for request_id, failure in self._engine.take_failures().items():
+            logger.error("Request %s failed: %s", request_id, failure)
+            self._put(request_id, failure)
+        if self._stats_log is not None:
+            self._stats_log.log_if_due(time.monotonic())
+
+    def _fail_step(self, error: BaseException) -> None:
+        request_ids = self._engine.fail_step(error)
+        logger.error("A step failed, and with it the requests %s.", ", ".join(request_ids), exc_info=error)
+        prompts = {hash(tuple(self.prompt_token_ids(request_id))) for request_id in request_ids}
+        for request_id in request_ids:
+            failure = RequestFailedError(f"The step that computed this request failed: {error!r}")
+            failure.__cause__ = error
+            self._put(request_id, failure)
+        self._failure_streak.add(error, prompts)
+        if self._failure_streak.length >= MAX_FAILURES_IN_A_ROW:
+            raise EngineDeadError(f"{MAX_FAILURES_IN_A_ROW} steps in a row failed with {error!r}") from error
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineDeadError(self._death or "The engine does not run.")
+
+    def _put(self, request_id: str, item: RequestDelta | Exception) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:  # its reader left during the step
+            stream.put(item)
+
+    def _end_streams(self, message: str) -> None:
+        for stream in self._streams.values():
+            stream.put(EngineDeadError(message))

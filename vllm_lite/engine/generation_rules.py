@@ -1,0 +1,150 @@
+"""A request's parameters turned into the ids and numbers that each step needs. Knows the limits, not the scheduler.
+
+This happens once, when the request comes in: what can never work is refused here, with a `RequestError`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_lite.engine.settings import EngineSettings
+from vllm_lite.engine.tokenizer_protocol import Tokenizer
+from vllm_lite.errors import RequestError
+from vllm_lite.sampling_params import SamplingParams
+
+NOT_SUPPORTED_YET = ("use_beam_search", "best_of", "n", "logprobs", "prompt_logprobs")
+UINT64_RANGE = 2**64
+
+
+@dataclass(frozen=True)
+class GenerationRules:
+    """How one request picks its tokens and when it ends, in ids of the model."""
+
+    sampling_row: tuple[float, ...]
+    """temperature (0 is greedy), top_p, min_p, presence, frequency and repetition penalty."""
+    top_k: int
+    needs_history: bool
+    bias_ids: array[int]
+    bias_values: array[float]
+    allowed_ids: array[int] | None
+    banned_ids: array[int]
+    """Never picked: the bad words of a single token."""
+    banned_until_min_tokens_ids: array[int]
+    """`banned_ids`, and everything that would end the sequence too early."""
+    bad_words: tuple[tuple[int, ...], ...]
+    """Those of two tokens or more: their last id is banned after the others."""
+    eos_ids: frozenset[int]
+    """End the sequence: empty where the request ignores them."""
+    stop_ids: frozenset[int]
+    min_tokens: int
+    max_sequence_len: int
+    """Prompt and output together, in tokens."""
+
+    def currently_banned_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> array[int]:
+        """The ids that may not follow `token_ids`, of which the last `num_output_tokens` are output."""
+        banned = self.banned_until_min_tokens_ids if num_output_tokens < self.min_tokens else self.banned_ids
+        if not self.bad_words:
+            return banned
+        completed = array("i", banned)
+        longest = min(num_output_tokens, max(map(len, self.bad_words)) - 1)
+        tail = tuple(token_ids[len(token_ids) - longest :])
+        for word in self.bad_words:
+            num_before = len(word) - 1
+            if num_before <= longest and tail[longest - num_before :] == word[:-1]:
+                completed.append(word[-1])
+        return completed
+
+
+def check_supported(params: SamplingParams) -> None:
+    """Refuses what is valid, but not there yet."""
+    for name in NOT_SUPPORTED_YET:
+        value = getattr(params, name)
+        is_used = value is not None and (value > 1 if name in ("n", "best_of") else value is not False)
+        if is_used:
+            raise RequestError(f"{name} is not supported yet")
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Refuses half a surrogate pair, which JSON can spell and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} must be valid Unicode, got half a surrogate pair at {error.start}.") from error
+
+
+def make_rules(
+    params: SamplingParams, num_prompt_tokens: int, settings: EngineSettings, tokenizer: Tokenizer
+) -> GenerationRules:
+    """Raises RequestError where no token could ever be picked, or a bad word is nothing."""
+    bad_words = _bad_word_ids(params, settings.vocab_size, tokenizer)
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    ends = {token_id for token_id in settings.eos_token_ids if token_id < settings.vocab_size} | params.stop_ids
+    banned_early = banned | ends if params.min_tokens > 0 else banned
+    _check_something_is_left(params, banned_early, settings.vocab_size)
+    max_sequence_len = settings.max_sequence_len(params.num_candidates)
+    if params.max_tokens is not None:
+        max_sequence_len = min(max_sequence_len, num_prompt_tokens + params.max_tokens)
+    bias = params.logit_bias or {}
+    return GenerationRules(
+        sampling_row=_sampling_row(params),
+        top_k=0 if params.is_greedy else params.effective_top_k,
+        needs_history=params.needs_history,
+        bias_ids=array("i", bias.keys()),
+        bias_values=array("f", bias.values()),
+        allowed_ids=None if params.allowed_token_ids is None else array("i", sorted(set(params.allowed_token_ids))),
+        banned_ids=array("i", sorted(banned)),
+        banned_until_min_tokens_ids=array("i", sorted(banned_early)),
+        bad_words=tuple(word for word in bad_words if len(word) > 1),
+        eos_ids=frozenset() if params.ignore_eos else settings.eos_token_ids,
+        stop_ids=params.stop_ids,
+        min_tokens=params.min_tokens,
+        max_sequence_len=max_sequence_len,
+    )
+
+
+def candidate_seed(seed: int, index: int) -> int:
+    """The seed of a request's candidate as a uint64. Candidate 0 has the request's own; SplitMix64 makes the others."""
+    seed %= UINT64_RANGE
+    if index == 0:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % UINT64_RANGE
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % UINT64_RANGE
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % UINT64_RANGE
+    return mixed ^ (mixed >> 31)
+
+
+def _sampling_row(params: SamplingParams) -> tuple[float, ...]:
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    if params.is_greedy:
+        return (0.0, 1.0, 0.0, *penalties)
+    return (params.temperature, params.top_p, params.min_p, *penalties)
+
+
+def _bad_word_ids(params: SamplingParams, vocab_size: int, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Each bad word as it is tokenised at the start of a text and after a space, but those the model cannot write."""
+    words: set[tuple[int, ...]] = set()
+    for text in params.bad_words or ():
+        check_unicode("bad_words", text)
+        word = text.lstrip() or text
+        for variant in (word, " " + word):
+            ids = tuple(tokenizer.encode_plain(variant))
+            if not ids:
+                raise RequestError(f"bad_words must hold words of at least one token, got {text!r}.")
+            if max(ids) < vocab_size:
+                words.add(ids)
+    return sorted(words)
+
+
+def _check_something_is_left(params: SamplingParams, banned: set[int], vocab_size: int) -> None:
+    if params.allowed_token_ids is None:
+        is_anything_left = len(banned) < vocab_size
+    else:
+        is_anything_left = not banned.issuperset(params.allowed_token_ids)
+    if not is_anything_left:
+        field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
+        raise RequestError(
+            f"{field} leaves no token to pick: every allowed id is a bad word, or ends the text before min_tokens="
+            f"{params.min_tokens}."
+        )

@@ -1,0 +1,249 @@
+"""The state machine of the engine: add, abort, begin_step, finish_step. Knows no thread, no event loop and no model.
+
+A step has two halves, so that whoever computes it can do so elsewhere: `begin_step` hands out arrays, `finish_step`
+takes the tokens. In between requests may be added and aborted, because nothing that the step uses is touched: an abort
+only marks its request, and the end of the step frees it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_lite.engine.block_manager import BlockManager
+from vllm_lite.engine.detokenizer import Detokenizer
+from vllm_lite.engine.generation_rules import candidate_seed, check_supported, check_unicode, make_rules
+from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.sequence import Request, RequestStatus
+from vllm_lite.engine.sequence import Sequence as GeneratedSequence
+from vllm_lite.engine.settings import EngineSettings
+from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput, StepPlan, pack
+from vllm_lite.engine.tokenizer_protocol import Tokenizer
+from vllm_lite.errors import RequestError, RequestFailedError
+from vllm_lite.outputs import CompletionDelta, RequestDelta
+from vllm_lite.sampling_params import SamplingParams
+
+
+class Executor(Protocol):
+    """The data plane, seen from the engine."""
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Computes one step. Whatever it raises fails the step's requests."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Gauges of this moment, and counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_total_blocks: int
+    num_preemptions: int
+    num_aborted: int
+    num_prompt_tokens: int
+    """Of the requests whose prompt has been computed."""
+    num_generated_tokens: int
+    num_queried_prefix_tokens: int
+    num_hit_prefix_tokens: int
+    """Tokens that were not computed because their K/V were there, of the queried ones."""
+
+
+class LLMEngine:
+    """Generates for many requests at once. Not thread-safe, but for `prepare`, which only reads what never changes."""
+
+    def __init__(self, settings: EngineSettings, tokenizer: Tokenizer) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._random = random.Random(settings.seed)
+        self._block_manager = BlockManager(
+            settings.num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
+        )
+        self._scheduler = Scheduler(settings, self._block_manager)
+        self._requests: dict[str, Request] = {}
+        self._plan_in_flight: StepPlan | None = None
+        self._failures: dict[str, RequestFailedError] = {}
+        self._num_aborted = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self._requests)
+
+    def add_request(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+    ) -> Request:
+        """Checks a request and queues it. Raises RequestError for what can never work."""
+        request = self.prepare(request_id, prompt, prompt_token_ids, params)
+        self.enqueue(request)
+        return request
+
+    def prepare(
+        self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int] | None, params: SamplingParams
+    ) -> Request:
+        """Checks a request without queueing it; without `prompt_token_ids` the prompt is tokenised. Any thread may."""
+        settings = self._settings
+        params.check_limits(
+            vocab_size=settings.vocab_size, max_num_seqs=settings.max_num_seqs, max_logprobs=settings.max_logprobs
+        )
+        check_supported(params)
+        if prompt_token_ids is None:
+            prompt_token_ids = self._tokenise(prompt or "", params)
+        if params.truncate_prompt_tokens is not None:
+            prompt_token_ids = prompt_token_ids[-params.truncate_prompt_tokens :]
+        self._check_prompt(prompt_token_ids, params)
+        rules = make_rules(params, len(prompt_token_ids), settings, self._tokenizer)
+        sequences = [
+            GeneratedSequence(index, prompt_token_ids, rules, Detokenizer(self._tokenizer, params, prompt_token_ids))
+            for index in range(params.num_candidates)
+        ]
+        return Request(request_id, prompt, prompt_token_ids, params, sequences)
+
+    def enqueue(self, request: Request) -> None:
+        """Queues a request that `prepare` made. Raises RequestError where its id is taken."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request_id {request.request_id!r} is in use by another request.")
+        seed = self._random.getrandbits(64) if request.params.seed is None else request.params.seed
+        for sequence in request.sequences:
+            sequence.seed = candidate_seed(seed, sequence.index)
+        self._requests[request.request_id] = request
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestDelta | None:
+        """Ends a request and returns its last delta; None where there is no such request (any more)."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_aborted:
+            return None
+        self._num_aborted += 1
+        request.is_aborted = True
+        outputs = tuple(sequence.abort() for sequence in request.unfinished_sequences)
+        if self._plan_in_flight is None:
+            self._remove(request)
+        return RequestDelta(request_id, outputs, finished=True)
+
+    def step(self, executor: Executor) -> list[RequestDelta]:
+        """One whole step. An exception of the executor leaves it open: `fail_step` closes it."""
+        step = self.begin_step()
+        return [] if step is None else self.finish_step(executor.execute(step))
+
+    def begin_step(self) -> StepInput | None:
+        """What to compute next; None where there is no request."""
+        assert self._plan_in_flight is None, "finish_step or fail_step must come first"
+        if not self._requests:
+            return None
+        self._plan_in_flight = self._scheduler.schedule()
+        return pack(self._plan_in_flight)
+
+    def finish_step(self, output: StepOutput) -> list[RequestDelta]:
+        """Takes the step's tokens: one delta for each request that got some. See also `take_failures`."""
+        plan = self._close_step()
+        sampled = [scheduled for scheduled in plan.scheduled if scheduled.is_sampled]
+        assert len(sampled) == len(output.token_ids), "one token for each sampled row"
+        self._scheduler.mark_computed(plan)
+        completions: dict[str, list[CompletionDelta]] = {}
+        for scheduled, token_id in zip(sampled, output.token_ids.tolist()):
+            request, sequence = scheduled.request, scheduled.sequence
+            if request.is_aborted or request.status is RequestStatus.FINISHED:
+                continue
+            if token_id == NO_TOKEN:
+                self._fail(request)
+                completions.pop(request.request_id, None)
+                continue
+            if sequence.num_output_tokens == 0:
+                self._num_prompt_tokens += sequence.num_prompt_tokens
+            self._num_generated_tokens += 1
+            completions.setdefault(request.request_id, []).append(sequence.append(token_id))
+        self._remove_aborted()
+        return [self._delta(request_id, outputs) for request_id, outputs in completions.items()]
+
+    def fail_step(self, error: BaseException) -> list[str]:
+        """Closes a step that raised: its requests are gone, and their ids are returned. No other is touched."""
+        plan = self._close_step()
+        failed = {scheduled.request.request_id: scheduled.request for scheduled in plan.scheduled}
+        for request in failed.values():
+            self._remove(request)
+        self._remove_aborted()
+        return [request_id for request_id, request in failed.items() if not request.is_aborted]
+
+    def take_failures(self) -> dict[str, RequestFailedError]:
+        """The requests that failed in the last step though the step itself did not, each by its id. Clears them."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_free_blocks=self._block_manager.num_free_blocks,
+            num_total_blocks=self._block_manager.num_blocks,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_aborted=self._num_aborted,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_queried_prefix_tokens=self._scheduler.num_queried_prefix_tokens,
+            num_hit_prefix_tokens=self._scheduler.num_hit_prefix_tokens,
+        )
+
+    def _tokenise(self, prompt: str, params: SamplingParams) -> list[int]:
+        """Refuses a prompt that is too long by its number of bytes, before the time to tokenise it is spent."""
+        check_unicode("prompt", prompt)
+        max_token_bytes = self._tokenizer.max_token_bytes
+        if max_token_bytes is not None and params.truncate_prompt_tokens is None:
+            self._check_prompt_len(len(prompt.encode()) // max_token_bytes, params, "at least ")
+        return self._tokenizer.encode(prompt)
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        if not prompt_token_ids:
+            raise RequestError("prompt must have at least one token, got one that has none.")
+        largest = max(prompt_token_ids)
+        if largest >= self._settings.vocab_size or min(prompt_token_ids) < 0:
+            limit = self._settings.vocab_size - 1
+            raise RequestError(f"prompt must have token ids from 0 to {limit} (the model's vocabulary), got {largest}.")
+        self._check_prompt_len(len(prompt_token_ids), params)
+
+    def _check_prompt_len(self, num_prompt_tokens: int, params: SamplingParams, qualifier: str = "") -> None:
+        limit = self._settings.max_sequence_len(params.num_candidates)
+        if num_prompt_tokens < limit:
+            return
+        name = "context" if limit == self._settings.max_model_len else "KV cache"
+        raise RequestError(
+            f"prompt must leave room for at least one token: it has {qualifier}{num_prompt_tokens} tokens and the "
+            f"{name} holds {limit}."
+        )
+
+    def _delta(self, request_id: str, outputs: list[CompletionDelta]) -> RequestDelta:
+        request = self._requests[request_id]
+        if request.is_finished:
+            self._remove(request)
+        else:
+            for sequence in request.sequences:
+                if sequence.finish_reason is not None:
+                    self._block_manager.free(sequence.blocks)
+        return RequestDelta(request_id, tuple(outputs), request.is_finished)
+
+    def _fail(self, request: Request) -> None:
+        self._failures[request.request_id] = RequestFailedError(
+            "The model gave no finite number to choose a token by; this request has ended, others are not affected."
+        )
+        for sequence in request.sequences:
+            self._block_manager.forget_content(sequence.blocks)
+        self._remove(request)
+
+    def _close_step(self) -> StepPlan:
+        assert self._plan_in_flight is not None, "begin_step must come first"
+        plan, self._plan_in_flight = self._plan_in_flight, None
+        return plan
+
+    def _remove_aborted(self) -> None:
+        for request in [request for request in self._requests.values() if request.is_aborted]:
+            self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        if request.status is not RequestStatus.FINISHED:
+            self._scheduler.remove(request)
+            del self._requests[request.request_id]

@@ -1,0 +1,132 @@
+"""A request and its sequences: token ids, block table, how far they are computed, and when they end. Knows no queue."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence as AbstractSequence
+
+from vllm_lite.engine.block_manager import BlockTable
+from vllm_lite.engine.detokenizer import Detokenizer
+from vllm_lite.engine.generation_rules import GenerationRules
+from vllm_lite.outputs import CompletionDelta, FinishReason
+from vllm_lite.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. A preempted one is WAITING again; FINISHED also means failed or aborted."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Sequence:
+    """One candidate of a request: its prompt and the output so far, in one array of ids.
+
+    The last token of a sequence that decodes has no K/V yet: `num_computed_tokens` is one less than `num_tokens`.
+    """
+
+    __slots__ = (
+        "blocks",
+        "detokenizer",
+        "finish_reason",
+        "index",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "rules",
+        "seed",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        prompt_token_ids: AbstractSequence[int],
+        rules: GenerationRules,
+        detokenizer: Detokenizer,
+        seed: int = 0,
+    ) -> None:
+        """`seed` is a uint64."""
+        self.index = index
+        self.token_ids = array("i", prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.blocks = BlockTable()
+        self.rules = rules
+        self.detokenizer = detokenizer
+        self.seed = seed
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose K/V are not in the cache: 1 while decoding, more for a prompt or after a preemption."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def append(self, token_id: int) -> CompletionDelta:
+        """Takes the next token, decides whether it ends the sequence, and returns what the caller gets to see."""
+        self.token_ids.append(token_id)
+        rules = self.rules
+        may_stop = self.num_output_tokens >= rules.min_tokens
+        if may_stop and token_id in rules.eos_ids:
+            return self._finish("stop", None, token_id, self.detokenizer.finish())
+        if may_stop and token_id in rules.stop_ids:
+            return self._finish("stop", token_id, token_id, self.detokenizer.finish())
+        text, stop = self.detokenizer.append(token_id, check_stop=may_stop)
+        if stop is not None:
+            return self._finish("stop", stop, token_id, text)
+        if len(self.token_ids) >= rules.max_sequence_len:
+            return self._finish("length", None, token_id, text + self.detokenizer.finish())
+        return CompletionDelta(self.index, text, (token_id,))
+
+    def abort(self) -> CompletionDelta:
+        """Ends the sequence where it is; the text held back comes out."""
+        self.finish_reason = "abort"
+        return CompletionDelta(self.index, self.detokenizer.finish(), (), "abort")
+
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None, token_id: int, text: str) -> CompletionDelta:
+        self.finish_reason = reason
+        return CompletionDelta(self.index, text, (token_id,), reason, stop_reason)
+
+
+class Request:
+    """A caller's request: a group of sequences that are admitted, preempted and freed together."""
+
+    __slots__ = ("is_aborted", "params", "prompt", "prompt_token_ids", "request_id", "sequences", "status")
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: AbstractSequence[int],
+        params: SamplingParams,
+        sequences: list[Sequence],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.sequences = sequences
+        self.status = RequestStatus.WAITING
+        self.is_aborted = False
+        """Set while a step is in flight: the request must not be touched before the step's end."""
+
+    @property
+    def unfinished_sequences(self) -> list[Sequence]:
+        """The sequences that still generate."""
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no sequence generates any more."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
