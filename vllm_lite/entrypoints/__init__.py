@@ -1,0 +1,1 @@
+"""The ways into the engine from outside: HTTP servers."""

@@ -1,0 +1,142 @@
+"""The real server on an engine that plays back a script: for tests of bytes, status codes and timing.
+
+Run as a module with the real command line and, on top of it, `--script` with JSON. A prompt may begin with words
+such as `!fail=3` (fail the request after 3 tokens), `!die=3` (kill the engine), `!delay=0.1` (seconds a token).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_lite.config import EngineConfig
+from vllm_lite.entrypoints.launch import main
+from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
+from vllm_lite.outputs import CompletionDelta, FinishReason, RequestDelta
+from vllm_lite.sampling_params import SamplingParams
+
+PIECES = [" Hi", " é", "", "\n", "\0", '"', "\\", " 你好", "😀", "</s>", "\u2028", " end"]
+"""The script: pieces of text, one a token, over and over. One is empty, as a token's is that is held back."""
+MAX_PROMPT_CHARS = 2_000_000
+NUM_BLOCKS = 64
+
+
+@dataclass
+class FakeStats:
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = NUM_BLOCKS
+    num_total_blocks: int = NUM_BLOCKS
+    num_preemptions: int = 0
+    num_aborted: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Serves `max_num_seqs` requests at a time, each of which holds one block."""
+
+    max_num_seqs: int
+    pieces: list[str]
+    delay_s: float
+    is_alive: bool = True
+    _stats: FakeStats = field(default_factory=FakeStats)
+    _slots: asyncio.Semaphore = field(init=False)
+    _must_end: asyncio.Event = field(init=False)
+
+    def start(self) -> None:
+        self._slots = asyncio.Semaphore(self.max_num_seqs)
+        self._must_end = asyncio.Event()
+
+    async def stop(self) -> None:
+        self._must_end.set()
+
+    async def drain(self, grace_s: float) -> None:
+        end = time.monotonic() + grace_s
+        while self._stats.num_running + self._stats.num_waiting and self.is_alive:
+            if time.monotonic() >= end:
+                self._must_end.set()
+            await asyncio.sleep(0.01)
+
+    def stats(self) -> FakeStats:
+        return self._stats
+
+    async def generate(
+        self, request_id: str, prompt: str, params: SamplingParams
+    ) -> AsyncGenerator[RequestDelta, None]:
+        if not self.is_alive:
+            raise EngineDeadError("the engine is dead.")
+        if params.n > 1:
+            raise RequestError("n is not supported yet; leave it out.")
+        if len(prompt) > MAX_PROMPT_CHARS:
+            raise RequestError(f"prompt has {len(prompt)} tokens, the context holds {MAX_PROMPT_CHARS}.")
+        self._stats.num_waiting += 1
+        is_running = is_done = False
+        try:
+            async with self._slots:
+                self._stats.num_waiting -= 1
+                self._stats.num_running += 1
+                self._stats.num_free_blocks -= 1
+                is_running = True
+                async for delta in self._play(request_id, prompt, params):
+                    is_done = delta.finished
+                    yield delta
+        finally:
+            if is_running:
+                self._stats.num_running -= 1
+                self._stats.num_free_blocks += 1
+            else:
+                self._stats.num_waiting -= 1
+            if not is_done:
+                self._stats.num_aborted += 1
+
+    async def _play(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:
+        options = dict(word[1:].split("=") for word in prompt.split() if word.startswith("!"))
+        for k, piece in enumerate(itertools.islice(itertools.cycle(self.pieces), params.max_tokens)):
+            await asyncio.sleep(float(options.get("delay", self.delay_s)))
+            if k == int(options.get("fail", -1)):
+                raise RequestFailedError("the step of this request failed.")
+            if k == int(options.get("die", -1)):
+                self.is_alive = False
+            if not self.is_alive:
+                raise EngineDeadError("the engine is dead.")
+            if self._must_end.is_set():
+                yield _delta(request_id, "", (), "abort")
+                return
+            self._stats.num_generated_tokens += 1
+            yield _delta(request_id, piece, (k,), "length" if k + 1 == params.max_tokens else None)
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    engine: FakeEngine
+    model_name: str = "fake"
+
+
+def _delta(request_id: str, text: str, token_ids: tuple[int, ...], reason: FinishReason | None) -> RequestDelta:
+    return RequestDelta(request_id, (CompletionDelta(0, text, token_ids, reason),), finished=reason is not None)
+
+
+def run(arguments: list[str]) -> int:
+    script: dict[str, Any] = {}
+    if "--script" in arguments:
+        at = arguments.index("--script")
+        script = json.loads(arguments[at + 1])
+        arguments = arguments[:at] + arguments[at + 2 :]
+
+    def build(config: EngineConfig) -> FakeModel:
+        time.sleep(script.get("load_s", 0.0))
+        return FakeModel(FakeEngine(config.max_num_seqs, script.get("pieces", PIECES), script.get("delay_s", 0.0)))
+
+    return main(arguments, build)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""The life of a server: listen when ready, stop when told, leave when the engine is dead. Knows no route."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from vllm_lite.config import EngineConfig, ServerConfig
+from vllm_lite.entrypoints.listening import BACKLOG, allow_early_reuse, server_url
+from vllm_lite.entrypoints.request_log import log_statistics
+from vllm_lite.entrypoints.routes import Api, ServerState
+from vllm_lite.entrypoints.served_engine import ServedEngine
+from vllm_lite.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+ALIVE_CHECK_S = 0.1
+DEAD_NOTICE_S = 2.0
+"""How long `/health` says 503 before the process of a dead engine exits: probes come about once a second."""
+HANDLER_GRACE_S = 1.0
+"""How long handlers get to write what they have once the engine has nothing left for them."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def serve(
+    engine: ServedEngine,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    announce: Callable[[str], None],
+) -> int:
+    """Serves until a signal comes or the engine dies; the exit code. `announce` gets the URL once the server listens.
+
+    Raises StartupError if the port was taken after all.
+    """
+    state = ServerState()
+    runner = web.AppRunner(
+        Api(engine, state, engine_config, config).make_app(),
+        handler_cancellation=True,  # a client that leaves aborts its request
+        access_log=None,
+        logger=_http_logger(),
+        shutdown_timeout=HANDLER_GRACE_S,
+    )
+    await runner.setup()
+    engine.start()
+    statistics = None if engine_config.disable_log_stats else asyncio.create_task(log_statistics(engine))
+    try:
+        site = await _listen(runner, sock, tls)
+        is_told_to_stop = _catch_stop_signals()
+        announce(server_url(config.host, sock.getsockname()[1], is_tls=tls is not None))
+        await _until_stop_or_death(engine, is_told_to_stop)
+        if engine.is_alive:
+            state.is_stopping = True
+            await site.stop()
+            await _finish_requests(engine, config.shutdown_grace_s)
+        if not engine.is_alive:
+            logger.error("the engine is dead: the server exits")
+            await _wait(is_told_to_stop, DEAD_NOTICE_S)
+        exit_code = 0 if engine.is_alive else 1
+    finally:
+        if statistics is not None:
+            statistics.cancel()
+        await runner.cleanup()
+        await engine.stop()
+    logger.info("stopped")
+    return exit_code
+
+
+async def _listen(runner: web.AppRunner, sock: socket.socket, tls: ssl.SSLContext | None) -> web.SockSite:
+    allow_early_reuse(sock)
+    site = web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG)
+    try:
+        await site.start()
+    except OSError as error:
+        port = sock.getsockname()[1]
+        raise StartupError(f"port {port} was taken while the model loaded; choose another one with --port.") from error
+    return site
+
+
+def _catch_stop_signals() -> asyncio.Event:
+    """The event that the first signal sets. A second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    is_told_to_stop = asyncio.Event()
+
+    def stop() -> None:
+        is_told_to_stop.set()
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    return is_told_to_stop
+
+
+async def _until_stop_or_death(engine: ServedEngine, is_told_to_stop: asyncio.Event) -> None:
+    while engine.is_alive and not is_told_to_stop.is_set():
+        await _wait(is_told_to_stop, ALIVE_CHECK_S)
+
+
+async def _finish_requests(engine: ServedEngine, grace_s: float) -> None:
+    stats = engine.stats()
+    num_requests = stats.num_running + stats.num_waiting
+    logger.info("stopping: %d requests get %g s to finish; a second signal ends the process", num_requests, grace_s)
+    await engine.drain(grace_s)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Until the event or the timeout, whichever comes first."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+
+
+def _http_logger() -> logging.Logger:
+    """aiohttp logs a traceback for each client that does not speak HTTP: that is no fault of the server."""
+    http_logger = logging.getLogger(f"{__name__}.http")
+    http_logger.addFilter(lambda record: not _is_clients_fault(record))
+    return http_logger
+
+
+def _is_clients_fault(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return isinstance(error, (ConnectionError, HttpProcessingError, web.RequestPayloadError))

@@ -1,0 +1,204 @@
+"""The HTTP surface: routes, status codes, headers and bodies. Knows the engine only as `ServedEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from vllm_lite.config import EngineConfig, ServerConfig
+from vllm_lite.entrypoints.metrics import make_registry
+from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
+from vllm_lite.entrypoints.request_log import RequestRecord
+from vllm_lite.entrypoints.served_engine import ServedEngine
+from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message
+from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
+from vllm_lite.outputs import OutputAccumulator, RequestDelta
+
+Deltas = AsyncIterator[RequestDelta]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MIB = 2**20
+MAX_INLINE_BODY = 64 * 1024
+"""Bytes of a body that the event loop parses itself: a few milliseconds at most."""
+STREAM_HEADERS = {
+    "Content-Type": "application/octet-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect the messages
+}
+STOPPING = "the server is stopping; send the request to another one or wait for its restart."
+
+
+@dataclass
+class ServerState:
+    """What the handlers need to know about the life of the server."""
+
+    is_stopping: bool = False
+
+
+class Api:
+    """The handlers of one server."""
+
+    def __init__(
+        self, engine: ServedEngine, state: ServerState, engine_config: EngineConfig, config: ServerConfig
+    ) -> None:
+        self._engine = engine
+        self._state = state
+        self._engine_config = engine_config
+        self._config = config
+        self._max_body = config.max_body_mib * MIB
+        self._delimiter = DELIMITERS[config.stream_delimiter]
+        self._registry = make_registry(engine)
+        self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
+
+    def make_app(self) -> web.Application:
+        """The application with its routes. Limits the body itself, so that the refusal can say what is allowed."""
+        app = web.Application(
+            middlewares=[self._errors_as_json, self._refuse_when_stopping, self._refuse_foreign_pages],
+            client_max_size=self._max_body,
+        )
+        app.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+            ]
+        )
+        app.on_response_prepare.append(_name_no_versions)
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """`POST /generate`: one JSON answer, or a stream of messages."""
+        with RequestRecord(uuid.uuid4().hex, self._engine_config) as record:
+            asked = await self._read(request)
+            record.prompt = asked.prompt
+            if self._state.is_stopping:
+                raise EngineDeadError(STOPPING)
+            async with aclosing(self._engine.generate(record.request_id, asked.prompt, asked.params)) as deltas:
+                answer = self._stream if asked.is_stream else self._answer
+                return await answer(request, asked, deltas, record)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """`GET /health`: 200 exactly while the engine can serve."""
+        if not self._engine.is_alive:
+            return error_response(503, "the engine has stopped; restart the server.")
+        return web.Response()
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """`GET /metrics`: Prometheus text."""
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _read(self, request: web.Request) -> GenerateRequest:
+        if request.content_length is not None and request.content_length > self._max_body:
+            raise web.HTTPRequestEntityTooLarge(max_size=self._max_body)
+        try:
+            body = await request.read()
+        except web.RequestPayloadError as error:
+            raise RequestError(f"the body cannot be read: {error}") from error
+        if len(body) <= MAX_INLINE_BODY:
+            return parse_generate_request(body)
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse_generate_request, body)
+
+    async def _answer(
+        self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
+    ) -> web.StreamResponse:
+        outputs = OutputAccumulator(record.request_id, asked.prompt, (), num_outputs=asked.params.n)
+        async for delta in deltas:
+            record.add(delta)
+            outputs.add(delta)
+        if record.is_aborted:
+            return error_response(503, STOPPING)
+        return json_response(200, {"text": [asked.prompt + text for text in outputs.texts()]})
+
+    async def _stream(
+        self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
+    ) -> web.StreamResponse:
+        """Sends nothing, not even a header, before the first message: until then a failure has a status of its own."""
+        messages = StreamMessages(asked.prompt, asked.params.n, self._delimiter)
+        response = web.StreamResponse(headers=STREAM_HEADERS)
+        try:
+            async for delta in deltas:
+                record.add(delta)
+                if is_message(delta):
+                    await response.prepare(request)
+                    await response.write(messages.add(delta))
+        except ConnectionResetError as error:  # nobody is left to read
+            record.error = error
+            return response
+        except (RequestFailedError, EngineDeadError) as error:
+            if not response.prepared:
+                raise
+            record.error = error
+            _close_without_last_chunk(request)
+        return response if response.prepared else error_response(503, STOPPING)
+
+    @web.middleware
+    async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return error_response(400, str(error))
+        except RequestFailedError as error:
+            return error_response(500, str(error))
+        except EngineDeadError as error:
+            return error_response(503, str(error))
+        except web.HTTPRequestEntityTooLarge:
+            return error_response(413, f"the body is larger than {self._config.max_body_mib} MiB (--max-body-mib).")
+        except web.HTTPMethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed_methods))
+            detail = f"{request.method} is not allowed for {request.path}; allowed: {allowed}."
+            return error_response(405, detail, Allow=allowed)
+        except web.HTTPNotFound:
+            return error_response(404, f"{request.path} does not exist; there are /generate, /health and /metrics.")
+
+    @web.middleware
+    async def _refuse_when_stopping(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Connections that are kept alive outlive the listening socket."""
+        if not self._state.is_stopping:
+            return await handler(request)
+        response = error_response(503, STOPPING)
+        response.force_close()
+        return response
+
+    @web.middleware
+    async def _refuse_foreign_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A browser names the page that sends a request; scripts name none."""
+        own = f"{request.scheme}://{request.headers.get('Host', '')}"
+        allowed = {own.lower(), *(origin.rstrip("/").lower() for origin in self._config.allowed_origins)}
+        for origin in request.headers.getall("Origin", ()):
+            if origin.lower() not in allowed and "*" not in allowed:
+                return error_response(403, f"pages of {origin} may not call this server; see --allowed-origins.")
+        return await handler(request)
+
+    async def _close(self, app: web.Application) -> None:
+        self._parser.shutdown(wait=False, cancel_futures=True)
+
+
+def json_response(status: int, value: dict[str, Any], **headers: str) -> web.Response:
+    """Compact JSON in raw UTF-8, as vLLM 0.2.7 wrote it. Only an echo of a broken path or header has to be mended."""
+    body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    return web.Response(status=status, body=body, headers={"Content-Type": "application/json", **headers})
+
+
+def error_response(status: int, detail: str, **headers: str) -> web.Response:
+    """Never a top-level key `error`: an old load tester would retry for ever."""
+    return json_response(status, {"detail": detail}, **headers)
+
+
+def _close_without_last_chunk(request: web.Request) -> None:
+    """The status has been sent: a stream without its end is how a client of HTTP sees that it failed."""
+    if request.transport is not None:
+        request.transport.close()
+
+
+async def _name_no_versions(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "vllm_lite"

@@ -1,0 +1,83 @@
+"""What the HTTP layer needs from an engine: the part of `AsyncLLMEngine` that it may call. Knows no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from vllm_lite.outputs import RequestDelta
+from vllm_lite.sampling_params import SamplingParams
+
+
+class ServedStats(Protocol):
+    """Counts at one moment; the last four only ever grow."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own KV blocks."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no request owns."""
+
+    @property
+    def num_total_blocks(self) -> int:
+        """KV blocks of the whole cache."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a running request lost its blocks and went back to the queue."""
+
+    @property
+    def num_aborted(self) -> int:
+        """Requests that ended before they were done."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens computed."""
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Output tokens of all requests."""
+
+
+class ServedEngine(Protocol):
+    """Turns prompts into deltas."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can serve requests."""
+
+    def start(self) -> None:
+        """Starts the engine's task in the running event loop."""
+
+    async def stop(self) -> None:
+        """Ends the engine's task and its threads."""
+
+    async def drain(self, grace_s: float) -> None:
+        """Returns when no request is left; those still running after `grace_s` seconds end with reason "abort"."""
+
+    def stats(self) -> ServedStats:
+        """The counts of this moment."""
+
+    def generate(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:
+        """One delta a step that generated; closing it early aborts the request.
+
+        Raises RequestError, RequestFailedError and EngineDeadError.
+        """
+
+
+class ServedModel(Protocol):
+    """What `build_engine` returns."""
+
+    @property
+    def engine(self) -> ServedEngine:
+        """The engine, not yet started."""
+
+    @property
+    def model_name(self) -> str:
+        """The model's name as a user knows it."""
