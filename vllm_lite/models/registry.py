@@ -1,0 +1,38 @@
+"""Which architectures run. Knows their names and what of their configurations is supported."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_lite.config import ModelConfig
+from vllm_lite.errors import StartupError
+from vllm_lite.layers.context import LayerOptions
+from vllm_lite.models.llama import LlamaForCausalLM
+from vllm_lite.models.mistral import MistralForCausalLM
+from vllm_lite.models.qwen2 import Qwen2ForCausalLM
+from vllm_lite.models.qwen3 import Qwen3ForCausalLM
+
+MODELS: dict[str, type[LlamaForCausalLM]] = {
+    cls.__name__: cls for cls in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+}
+
+
+def model_class(architecture: str) -> type[LlamaForCausalLM]:
+    """Raises StartupError for an architecture that does not run here."""
+    if architecture not in MODELS:
+        raise StartupError(
+            f"architecture {architecture!r} is not supported; those that run are {', '.join(sorted(MODELS))}."
+        )
+    return MODELS[architecture]
+
+
+def build_model(
+    config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device | None = None
+) -> LlamaForCausalLM:
+    """The model with uninitialised parameters. Raises StartupError for what does not run here."""
+    cls = model_class(config.architecture)
+    if config.hidden_act not in ("silu", "swish"):
+        raise StartupError(
+            f"{config.architecture} with hidden_act {config.hidden_act!r} is not supported; only silu is."
+        )
+    return cls(config, LayerOptions(dtype, device or torch.device("cpu")), max_model_len)

@@ -1,0 +1,20 @@
+"""Rows of the embedding table for the tokens of a step."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_lite.engine.step import StepShape
+from vllm_lite.ops.workspace import Workspace
+
+
+def embedding(
+    workspace: Workspace, shape: StepShape, token_ids: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out[t] = weight[token_ids[t]].
+
+    token_ids [max_tokens] int32, each below vocab_size; weight [vocab_size, hidden_size]; out [max_tokens, hidden_size]
+    in the weight's dtype.
+    """
+    n = shape.num_tokens
+    torch.index_select(weight, 0, token_ids[:n], out=out[:n])

@@ -1,0 +1,36 @@
+"""The most likely token of each sampled row, without writing the logits down."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_lite.engine.step import NO_TOKEN, StepShape
+from vllm_lite.ops.linear import multiplies_directly, multiply, products
+from vllm_lite.ops.workspace import Workspace
+
+
+def greedy_head(
+    workspace: Workspace,
+    shape: StepShape,
+    hidden: torch.Tensor,
+    token_indices: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """out[r] = the id of row r's largest logit, the lower id in a tie; NO_TOKEN where the largest is not finite.
+
+    hidden [max_tokens, hidden_size]; token_indices [max_rows] int32; weight [vocab_size, hidden_size] in hidden's
+    dtype; out [max_rows] int32. A NaN counts as largest.
+    """
+    x = hidden.index_select(0, token_indices[: shape.num_rows])
+    if multiplies_directly(workspace, x):
+        best, ids = multiply(x, weight).max(dim=1)
+    else:
+        best = torch.full((x.shape[0],), -torch.inf, device=x.device)
+        ids = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        for rows, columns, product in products(workspace, x, weight):
+            piece_best, piece_ids = product.max(dim=1)
+            is_better = (piece_best > best[rows]) | piece_best.isnan()
+            best[rows] = torch.where(is_better, piece_best, best[rows])
+            ids[rows] = torch.where(is_better, piece_ids + columns.start, ids[rows])
+    out[: shape.num_rows] = torch.where(best.isfinite(), ids, NO_TOKEN)

@@ -1,0 +1,151 @@
+"""Picks each row's token from its logits. Knows parameters and numbers, no request.
+
+A row's token depends on its own logits, parameters, seed and position, never on the other rows. Rows are handled
+together by kind: greedy ones by their maximum, unrestricted ones by the inverse of their cumulative distribution in
+the order of ids, those with top_k or top_p by that of their best candidates, best first, lower ids first in a tie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_lite.engine.step import NO_TOKEN, Int32Array, SamplingInput
+from vllm_lite.worker.logits_processing import process_logits, tensor_of
+from vllm_lite.worker.random_numbers import uniforms
+
+MIN_TEMPERATURE = 1e-5
+"""Below it a row is greedy."""
+NUM_FIRST_CANDIDATES = 64
+CANDIDATE_GROWTH = 8
+MAX_LOGITS_AT_A_TIME = 4 * 2**20
+"""Rows with candidates are handled a few at a time: their sort keys take 8 bytes a logit."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Parameters of some rows as columns [N, 1]; `scaled` [N, vocab_size] are logits over temperature, at most 0."""
+
+    scaled: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+    uniforms: torch.Tensor
+
+
+def is_plain_greedy(sampling: SamplingInput) -> bool:
+    """Whether every row takes the token with the largest logit of the model, unchanged."""
+    changes = (sampling.history_ids, sampling.bias_rows, sampling.banned_rows, sampling.allowed_rows)
+    return not any(map(len, changes)) and bool(np.all(_is_greedy(sampling)))
+
+
+def sample(logits: torch.Tensor, sampling: SamplingInput) -> Int32Array:
+    """One token id a row; NO_TOKEN for a row whose logits hold a NaN, +inf or no finite value.
+
+    logits [R, vocab_size] float32, contiguous; they are changed.
+    """
+    is_healthy = logits.amax(dim=1).isfinite()
+    if process_logits(logits, sampling):
+        is_healthy &= logits.amax(dim=1).isfinite()
+    healthy = is_healthy.cpu().numpy()
+    token_ids = np.full(len(logits), NO_TOKEN, np.int32)
+    is_greedy = _is_greedy(sampling)
+    is_restricted = (_top_ks(sampling, logits.shape[1]) > 0) | (sampling.top_ps < 1)
+    greedy, restricted, free = (
+        np.flatnonzero(healthy & kind) for kind in (is_greedy, ~is_greedy & is_restricted, ~is_greedy & ~is_restricted)
+    )
+    if len(greedy):
+        token_ids[greedy] = _select(logits, greedy).argmax(dim=1).cpu().numpy()
+    if len(free):
+        token_ids[free] = _pick_by_id(_rows(logits, sampling, free)).cpu().numpy()
+    num_rows = max(1, MAX_LOGITS_AT_A_TIME // logits.shape[1])
+    for start in range(0, len(restricted), num_rows):
+        part = restricted[start : start + num_rows]
+        token_ids[part] = _pick_candidate(_rows(logits, sampling, part)).cpu().numpy()
+    return token_ids
+
+
+def _is_greedy(sampling: SamplingInput) -> npt.NDArray[np.bool_]:
+    return np.logical_or(sampling.temperatures < MIN_TEMPERATURE, sampling.top_ks == 1)
+
+
+def _top_ks(sampling: SamplingInput, vocab_size: int) -> Int32Array:
+    """0 where top_k is off, by itself or for keeping everything."""
+    return np.where(sampling.top_ks < vocab_size, np.maximum(sampling.top_ks, 0), 0).astype(np.int32)
+
+
+def _select(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    return logits if len(rows) == len(logits) else logits[tensor_of(rows, logits)]
+
+
+def _rows(logits: torch.Tensor, sampling: SamplingInput, rows: npt.NDArray[np.int64]) -> _Rows:
+    def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return tensor_of(values, logits).unsqueeze(1)
+
+    selected = _select(logits, rows)
+    # The maximum becomes 0 first: then no temperature can make a logit overflow to +inf.
+    scaled = (selected - selected.amax(dim=1, keepdim=True)).div_(column(sampling.temperatures[rows]))
+    return _Rows(
+        scaled=scaled,
+        top_ks=column(_top_ks(sampling, logits.shape[1])[rows]),
+        top_ps=column(sampling.top_ps[rows].astype(np.float64)),
+        min_ps=column(sampling.min_ps[rows]),
+        uniforms=column(uniforms(sampling.seeds[rows], sampling.positions[rows])),
+    )
+
+
+def _pick_by_id(rows: _Rows) -> torch.Tensor:
+    """[N] ids."""
+    if rows.min_ps.any():
+        rows.scaled.masked_fill_(rows.scaled < rows.min_ps.log(), -torch.inf)
+    return _invert(torch.softmax(rows.scaled, dim=1), rows.uniforms)
+
+
+def _pick_candidate(rows: _Rows) -> torch.Tensor:
+    """[N] ids. The candidates grow until they hold everything that top_k and top_p can keep of every row."""
+    vocab_size = rows.scaled.shape[1]
+    probabilities = torch.softmax(rows.scaled, dim=1)
+    keys = _sort_keys(rows.scaled)
+    token_ids = torch.empty(len(keys), dtype=torch.int64, device=keys.device)
+    pending = torch.arange(len(keys), device=keys.device)
+    num_candidates = min(NUM_FIRST_CANDIDATES, vocab_size)
+    while len(pending):
+        ids = keys[pending].topk(num_candidates, dim=1).indices
+        # float64, so that what a row keeps is the same however many candidates there are.
+        masses = probabilities[pending].gather(1, ids).double()
+        top_ks, min_ps = rows.top_ks[pending], rows.min_ps[pending]
+        ranks = torch.arange(num_candidates, device=keys.device)
+        masses.masked_fill_((top_ks > 0) & (ranks >= top_ks), 0.0)
+        sums = masses.cumsum(dim=1)
+        limits = rows.top_ps[pending] * torch.where(top_ks > 0, sums[:, -1:], 1.0)
+        is_complete = torch.where(top_ks > 0, top_ks <= num_candidates, sums[:, -1:] >= limits).squeeze(1)
+        if num_candidates == vocab_size:
+            is_complete.fill_(True)
+        masses.masked_fill_(((sums - masses >= limits) | (masses < min_ps * masses[:, :1])) & (ranks > 0), 0.0)
+        ranks_picked = _invert(masses, rows.uniforms[pending]).unsqueeze(1)
+        token_ids[pending[is_complete]] = ids.gather(1, ranks_picked).squeeze(1)[is_complete]
+        pending = pending[~is_complete]
+        num_candidates = min(num_candidates * CANDIDATE_GROWTH, vocab_size)
+    return token_ids
+
+
+def _sort_keys(values: torch.Tensor) -> torch.Tensor:
+    """[N, vocab_size] int64 that sort like the values and, among equal values, the lower id as the larger one."""
+    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 the same
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids_from_last = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
+    return (ordered.long() << 32) + ids_from_last
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """[N] where the cumulative sum of a row's weights [N, K] passes the share `uniforms` [N, 1] of their total."""
+    sums = weights.cumsum(dim=1)
+    total = sums[:, -1:].double()
+    # In the sums' own precision, and below the total: a weight of 0 is never picked.
+    thresholds = torch.minimum(
+        (uniforms * total).to(sums.dtype), torch.nextafter(sums[:, -1:], torch.zeros_like(sums[:, -1:]))
+    )
+    return torch.searchsorted(sums, thresholds, right=True).squeeze(1)
