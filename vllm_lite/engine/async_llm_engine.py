@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_lite.engine.llm_engine import EngineStats, Executor, LLMEngine
@@ -102,7 +102,7 @@ class StatsLog:
                 (stats.num_prompt_tokens - self._start.num_prompt_tokens) / elapsed_s,
                 (stats.num_generated_tokens - self._start.num_generated_tokens) / elapsed_s,
                 100 - 100 * stats.num_free_blocks / stats.num_total_blocks,
-                100 * stats.num_hit_prefix_tokens / max(stats.num_queried_prefix_tokens, 1),
+                100 * stats.num_prefix_hit_tokens / max(stats.num_prefix_queried_tokens, 1),
                 stats.num_preemptions,
             )
             self._start_time_s, self._start = now_s, stats
@@ -166,7 +166,9 @@ class AsyncLLMEngine:
         stream = self._streams.get(request_id)
         return () if stream is None else stream.prompt_token_ids
 
-    async def generate(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncIterator[RequestDelta]:
+    async def generate(
+        self, request_id: str, prompt: str, params: SamplingParams
+    ) -> AsyncGenerator[RequestDelta, None]:
         """Yields a delta for each step that generated something. Closing or cancelling it aborts the request.
 
         Raises RequestError for a caller's mistake (before the first delta), RequestFailedError where this request

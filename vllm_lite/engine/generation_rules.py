@@ -6,7 +6,7 @@ This happens once, when the request comes in: what can never work is refused her
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_lite.engine.settings import EngineSettings
@@ -33,7 +33,7 @@ class GenerationRules:
     """Never picked: the bad words of a single token."""
     banned_until_min_tokens_ids: array[int]
     """`banned_ids`, and everything that would end the sequence too early."""
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_words_by_second_last: Mapping[int, Sequence[tuple[int, ...]]]
     """Those of two tokens or more: their last id is banned after the others."""
     eos_ids: frozenset[int]
     """End the sequence: empty where the request ignores them."""
@@ -45,14 +45,13 @@ class GenerationRules:
     def currently_banned_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> array[int]:
         """The ids that may not follow `token_ids`, of which the last `num_output_tokens` are output."""
         banned = self.banned_until_min_tokens_ids if num_output_tokens < self.min_tokens else self.banned_ids
-        if not self.bad_words:
+        words = self.bad_words_by_second_last.get(token_ids[-1])
+        if not words:
             return banned
         completed = array("i", banned)
-        longest = min(num_output_tokens, max(map(len, self.bad_words)) - 1)
-        tail = tuple(token_ids[len(token_ids) - longest :])
-        for word in self.bad_words:
+        for word in words:
             num_before = len(word) - 1
-            if num_before <= longest and tail[longest - num_before :] == word[:-1]:
+            if num_before <= num_output_tokens and tuple(token_ids[-num_before:]) == word[:-1]:
                 completed.append(word[-1])
         return completed
 
@@ -80,6 +79,10 @@ def make_rules(
     """Raises RequestError where no token could ever be picked, or a bad word is nothing."""
     bad_words = _bad_word_ids(params, settings.vocab_size, tokenizer)
     banned = {word[0] for word in bad_words if len(word) == 1}
+    by_second_last: dict[int, list[tuple[int, ...]]] = {}
+    for word in bad_words:
+        if len(word) > 1:
+            by_second_last.setdefault(word[-2], []).append(word)
     ends = {token_id for token_id in settings.eos_token_ids if token_id < settings.vocab_size} | params.stop_ids
     banned_early = banned | ends if params.min_tokens > 0 else banned
     _check_something_is_left(params, banned_early, settings.vocab_size)
@@ -96,7 +99,7 @@ def make_rules(
         allowed_ids=None if params.allowed_token_ids is None else array("i", sorted(set(params.allowed_token_ids))),
         banned_ids=array("i", sorted(banned)),
         banned_until_min_tokens_ids=array("i", sorted(banned_early)),
-        bad_words=tuple(word for word in bad_words if len(word) > 1),
+        bad_words_by_second_last=by_second_last,
         eos_ids=frozenset() if params.ignore_eos else settings.eos_token_ids,
         stop_ids=params.stop_ids,
         min_tokens=params.min_tokens,

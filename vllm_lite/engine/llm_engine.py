@@ -46,8 +46,8 @@ class EngineStats:
     num_prompt_tokens: int
     """Of the requests whose prompt has been computed."""
     num_generated_tokens: int
-    num_queried_prefix_tokens: int
-    num_hit_prefix_tokens: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
     """Tokens that were not computed because their K/V were there, of the queried ones."""
 
 
@@ -185,16 +185,15 @@ class LLMEngine:
             num_aborted=self._num_aborted,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
-            num_queried_prefix_tokens=self._scheduler.num_queried_prefix_tokens,
-            num_hit_prefix_tokens=self._scheduler.num_hit_prefix_tokens,
+            num_prefix_queried_tokens=self._scheduler.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
         )
 
     def _tokenise(self, prompt: str, params: SamplingParams) -> list[int]:
         """Refuses a prompt that is too long by its number of bytes, before the time to tokenise it is spent."""
         check_unicode("prompt", prompt)
-        max_token_bytes = self._tokenizer.max_token_bytes
-        if max_token_bytes is not None and params.truncate_prompt_tokens is None:
-            self._check_prompt_len(len(prompt.encode()) // max_token_bytes, params, "at least ")
+        if params.truncate_prompt_tokens is None:
+            self._check_prompt_len(self._tokenizer.min_num_tokens(prompt), params, "at least ")
         return self._tokenizer.encode(prompt)
 
     def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -217,6 +216,9 @@ class LLMEngine:
         )
 
     def _delta(self, request_id: str, outputs: list[CompletionDelta]) -> RequestDelta:
+        """What the step brought a request; blocks of what has finished are freed."""
+        if all(output.finish_reason is None for output in outputs):
+            return RequestDelta(request_id, tuple(outputs), finished=False)
         request = self._requests[request_id]
         if request.is_finished:
             self._remove(request)

@@ -26,8 +26,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.num_queried_prefix_tokens = 0
-        self.num_hit_prefix_tokens = 0
+        self.num_prefix_queried_tokens = 0
+        self.num_prefix_hit_tokens = 0
         self._settings = settings
         self._block_manager = block_manager
 
@@ -153,8 +153,8 @@ class Scheduler:
             block_ids = self._block_manager.find_prefix(sequence.token_ids)
             self._block_manager.share_prefix(sequence.blocks, block_ids)
             sequence.num_computed_tokens = len(block_ids) * self._settings.block_size
-            self.num_queried_prefix_tokens += sequence.num_tokens
-            self.num_hit_prefix_tokens += sequence.num_computed_tokens
+            self.num_prefix_queried_tokens += sequence.num_tokens
+            self.num_prefix_hit_tokens += sequence.num_computed_tokens
         return request
 
     def _free_blocks(self, request: Request) -> None:

@@ -76,8 +76,8 @@ class Sequence:
     def append(self, token_id: int) -> CompletionDelta:
         """Takes the next token, decides whether it ends the sequence, and returns what the caller gets to see."""
         self.token_ids.append(token_id)
-        rules = self.rules
-        may_stop = self.num_output_tokens >= rules.min_tokens
+        rules, num_tokens = self.rules, len(self.token_ids)
+        may_stop = num_tokens - self.num_prompt_tokens >= rules.min_tokens
         if may_stop and token_id in rules.eos_ids:
             return self._finish("stop", None, token_id, self.detokenizer.finish())
         if may_stop and token_id in rules.stop_ids:
@@ -85,7 +85,7 @@ class Sequence:
         text, stop = self.detokenizer.append(token_id, check_stop=may_stop)
         if stop is not None:
             return self._finish("stop", stop, token_id, text)
-        if len(self.token_ids) >= rules.max_sequence_len:
+        if num_tokens >= rules.max_sequence_len:
             return self._finish("length", None, token_id, text + self.detokenizer.finish())
         return CompletionDelta(self.index, text, (token_id,))
 

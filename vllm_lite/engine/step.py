@@ -11,11 +11,12 @@ exactly one token come first.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -127,14 +128,13 @@ class StepOutput:
     token_ids: Int32Array
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A sequence's part in a step: it brings its next `num_tokens` tokens that are not computed yet."""
 
     request: Request
     sequence: Sequence
     num_tokens: int
-    copies: list[tuple[int, int]]
+    copies: AbstractSequence[tuple[int, int]]
     """(source, destination) blocks of its copy-on-write."""
 
     @property
@@ -154,6 +154,7 @@ class StepPlan:
 def pack(plan: StepPlan) -> StepInput:
     """Lays a plan with at least one sequence out in flat arrays, all of them new."""
     sequences = [scheduled.sequence for scheduled in plan.scheduled]
+    is_sampled = [scheduled.is_sampled for scheduled in plan.scheduled]
     num_seqs = len(sequences)
     num_new = _int32((scheduled.num_tokens for scheduled in plan.scheduled), num_seqs)
     num_computed = _int32((sequence.num_computed_tokens for sequence in sequences), num_seqs)
@@ -168,7 +169,6 @@ def pack(plan: StepPlan) -> StepInput:
     block_ids = block_tables[sequence_of_token, positions // plan.block_size]
     context_lens = num_computed + num_new
     copies = np.array([copy for scheduled in plan.scheduled for copy in scheduled.copies], np.int32).reshape(-1, 2)
-    is_sampled = np.fromiter((scheduled.is_sampled for scheduled in plan.scheduled), np.bool_, num_seqs)
     return StepInput(
         shape=StepShape(
             num_tokens=num_tokens,
@@ -176,7 +176,7 @@ def pack(plan: StepPlan) -> StepInput:
             num_decodes=int(np.count_nonzero(num_new == 1)),
             max_query_len=int(num_new.max()),
             max_context_len=int(context_lens.max()),
-            num_rows=int(np.count_nonzero(is_sampled)),
+            num_rows=sum(is_sampled),
         ),
         token_ids=np.frombuffer(token_ids, np.int32),
         positions=positions,
@@ -187,8 +187,7 @@ def pack(plan: StepPlan) -> StepInput:
         copy_sources=np.ascontiguousarray(copies[:, 0]),
         copy_destinations=np.ascontiguousarray(copies[:, 1]),
         sampling=_pack_sampling(
-            [scheduled.sequence for scheduled in plan.scheduled if scheduled.is_sampled],
-            (query_starts[1:] - 1)[is_sampled],
+            list(itertools.compress(sequences, is_sampled)), (query_starts[1:] - 1)[np.array(is_sampled)]
         ),
     )
 

@@ -21,11 +21,10 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]:
         """The ids that `skip_special_tokens` hides."""
 
-    @property
-    def max_token_bytes(self) -> int | None:
-        """No token stands for more UTF-8 bytes of a prompt than this; None where no such bound is known.
+    def min_num_tokens(self, text: str) -> int:
+        """A prompt has at least this many tokens: cheap, and 0 where nothing is known. Never more than `encode` gives.
 
-        A prompt of `b` bytes has at least `b / max_token_bytes` tokens, so one that cannot fit is refused unread.
+        With it a prompt of megabytes that cannot fit is refused before the time to encode it is spent.
         """
 
     def encode(self, text: str) -> list[int]:
