@@ -24,10 +24,12 @@ class ByteTokenizer:
         order = _byte_order()
         self.eos_token_id: int | None = 0
         self.special_ids = frozenset({0, 1})
-        self.max_token_bytes: int | None = max([len("<|endoftext|>"), *(len(text.encode()) for text in extra)])
         self._id_of_byte = {byte: 2 + index for index, byte in enumerate(order)}
         self._pieces = [b"<|endoftext|>", b"<stop>", *(bytes([byte]) for byte in order), *(t.encode() for t in extra)]
         self.vocab_size = len(self._pieces)
+
+    def min_num_tokens(self, text: str) -> int:
+        return len(text)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_plain(text)

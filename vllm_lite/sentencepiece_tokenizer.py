@@ -1,0 +1,173 @@
+"""Tokenizers of the sentencepiece kind, as Llama 2 and Mistral have them: from a tokenizer.model, or piece by piece.
+
+Ids are those of the sentencepiece library itself. Special tokens written out in a prompt are recognised as Hugging
+Face does, and the text between them is encoded piece by piece, each with its own leading space.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+
+from vllm_lite.base_tokenizer import BaseTokenizer, TokenByteBound
+from vllm_lite.errors import StartupError
+
+UNKNOWN, CONTROL, BYTE = 2, 3, 6
+"""Types of pieces, in sentencepiece's file format as in GGUF's."""
+SPACE = "\u2581"
+BPE_MODEL = 2
+
+
+class SentencePieceTokenizer(BaseTokenizer):
+    """Encodes with the sentencepiece library and decodes by adding up the bytes of the pieces."""
+
+    def __init__(
+        self,
+        processor: SentencePieceProcessor,
+        *,
+        added_tokens: Mapping[str, int],
+        special_ids: frozenset[int],
+        bos_ids: Sequence[int],
+        eos_ids: Sequence[int],
+        eos_token_id: int | None,
+        bound: TokenByteBound | None = None,
+    ) -> None:
+        """`added_tokens` have ids beyond the model's; `bos_ids` and `eos_ids` are put around every prompt."""
+        self._processor = processor
+        self._bos_ids, self._eos_ids = list(bos_ids), list(eos_ids)
+        num_pieces = processor.get_piece_size()
+        ids = list(range(num_pieces))
+        pieces = processor.id_to_piece(ids)
+        self._bytes = {token_id: piece.replace(SPACE, " ").encode() for token_id, piece in zip(ids, pieces)}
+        self._bytes.update(
+            {i: bytes([int(pieces[i][3:5], 16)]) for i, is_byte in zip(ids, processor.is_byte(ids)) if is_byte}
+        )
+        self._bytes.update({token_id: text.encode() for text, token_id in added_tokens.items()})
+        # Whether a leading space belongs to the tokenizer and not to the text.
+        word = next((i for i, piece in enumerate(pieces) if piece.startswith(SPACE) and len(piece) > 1), None)
+        self._strips_space = word is not None and not processor.decode([word]).startswith(" ")
+        self._written = {pieces[i]: i for i in special_ids if i < num_pieces} | dict(added_tokens)
+        written = sorted(map(re.escape, self._written), key=len, reverse=True)
+        self._pattern = re.compile("|".join(written)) if written else None
+        super().__init__(
+            vocab_size=max(self._bytes) + 1,
+            eos_token_id=eos_token_id,
+            special_ids=special_ids,
+            bound=bound,
+        )
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = []
+        begin = 0
+        for match in self._pattern.finditer(text) if self._pattern else ():
+            ids += self._processor.encode(text[begin : match.start()])
+            ids.append(self._written[match.group()])
+            begin = match.end()
+        ids += self._processor.encode(text[begin:])
+        return [*self._bos_ids, *ids, *self._eos_ids] if add_special_tokens else ids
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = b"".join([self._bytes.get(token_id, b"") for token_id in token_ids]).decode(errors="replace")
+        return text[1:] if self._strips_space and text.startswith(" ") else text
+
+
+def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
+    """A tokenizer.model, with what the tokenizer_config.json and added_tokens.json beside it say, if they are there.
+
+    BOS is put before every prompt unless the config says `"add_bos_token": false`, as for Llama. Raises StartupError.
+    """
+    try:
+        processor = SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise StartupError(f"{path} is not a sentencepiece model; pass --tokenizer another one.") from error
+    config = read_json(path.with_name("tokenizer_config.json"))
+    added: dict[str, int] = dict(read_json(path.with_name("added_tokens.json")))
+    special_ids = set()
+    for token_id, token in config.get("added_tokens_decoder", {}).items():
+        if int(token_id) >= processor.get_piece_size():
+            added[token["content"]] = int(token_id)
+        if token.get("special"):
+            special_ids.add(int(token_id))
+    ids = list(range(processor.get_piece_size()))
+    special_ids |= {i for i in ids if processor.is_control(i) or processor.is_unknown(i)}
+
+    def id_of(name: str, default: int) -> list[int]:
+        token = config.get(name)
+        text = token["content"] if isinstance(token, dict) else token
+        token_id = default if text is None else added.get(text, processor.piece_to_id(text))
+        return [token_id] if token_id >= 0 else []
+
+    bos, eos = id_of("bos_token", processor.bos_id()), id_of("eos_token", processor.eos_id())
+    return SentencePieceTokenizer(
+        processor,
+        added_tokens=added,
+        special_ids=frozenset(special_ids),
+        bos_ids=bos if config.get("add_bos_token", True) else [],
+        eos_ids=eos if config.get("add_eos_token", False) else [],
+        eos_token_id=eos[0] if eos else None,
+    )
+
+
+def processor_from_pieces(
+    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], *, adds_space: bool
+) -> SentencePieceProcessor:
+    """A BPE model of the sentencepiece library from its parts: the pieces with ids 0, 1, ...
+
+    `types` are numbered as in sentencepiece's file format (1 normal, 2 unknown, 3 control, 4 user defined, 5 unused,
+    6 byte); `adds_space` puts a space before every text. Raises StartupError where the library refuses them.
+    """
+    entries = (
+        _field(1, _field(1, piece.encode()) + _float_field(2, score) + _number_field(3, kind))
+        for piece, score, kind in zip(pieces, scores, types)
+    )
+    trainer = _number_field(3, BPE_MODEL) + _number_field(35, int(BYTE in types))
+    normalizer = _field(1, b"identity") + _number_field(3, int(adds_space)) + _number_field(4, 0) + _number_field(5, 1)
+    model = b"".join(entries) + _field(2, trainer) + _field(3, normalizer)
+    processor = SentencePieceProcessor()
+    try:
+        processor.load_from_serialized_proto(model)
+    except RuntimeError as error:
+        raise StartupError(f"sentencepiece refuses the tokenizer's pieces ({error}); pass --tokenizer.") from error
+    return processor
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, empty where there is no file. Raises StartupError for a file that holds no object."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StartupError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} holds no JSON object.")
+    return content
+
+
+# sentencepiece's file format is a protocol buffer: fields of a number, a wire type and a value.
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+def _field(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _number_field(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _float_field(number: int, value: float) -> bytes:
+    return _varint(number << 3 | 5) + struct.pack("<f", value)
