@@ -33,7 +33,7 @@ class Workspace:
         self._derived: dict[Hashable, Any] = {}
 
     def scratch(self, dtype: torch.dtype, *shapes: Sequence[int]) -> list[torch.Tensor]:
-        """Uninitialised tensors side by side in the scratch buffer, which grows if need be; valid until the next call."""
+        """Uninitialised tensors side by side in the buffer, which grows if it must. Valid until the next call."""
         offsets, end = [], 0
         for shape in shapes:
             offsets.append(end)

@@ -69,7 +69,8 @@ def sample(logits: torch.Tensor, sampling: SamplingInput) -> Int32Array:
 
 
 def _is_greedy(sampling: SamplingInput) -> npt.NDArray[np.bool_]:
-    return np.logical_or(sampling.temperatures < MIN_TEMPERATURE, sampling.top_ks == 1)
+    is_greedy: npt.NDArray[np.bool_] = (sampling.temperatures < MIN_TEMPERATURE) | (sampling.top_ks == 1)
+    return is_greedy
 
 
 def _top_ks(sampling: SamplingInput, vocab_size: int) -> Int32Array:

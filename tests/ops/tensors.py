@@ -1,0 +1,34 @@
+"""Makes what ops are called with."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_lite.engine.step import StepShape
+from vllm_lite.ops.workspace import Workspace
+
+CPU = torch.device("cpu")
+ALL_NATIVE = frozenset({torch.float32, torch.bfloat16, torch.float16})
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def workspace(
+    scratch_bytes: int = 2**20, native_dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
+) -> Workspace:
+    return Workspace(CPU, native_dtypes, scratch_bytes)
+
+
+def tokens_shape(num_tokens: int, num_rows: int = 0) -> StepShape:
+    """The shape of a step of decodes."""
+    return StepShape(num_tokens, num_tokens, num_tokens, 1, 1, num_rows)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    """Against float64, relative to the largest expected value."""
+    tolerance = TOLERANCES[actual.dtype] if tolerance is None else tolerance
+    difference = (actual.double() - expected.double()).abs().max().item() if actual.numel() else 0.0
+    assert difference <= tolerance * max(1.0, expected.abs().max().item() if actual.numel() else 0.0)
