@@ -11,11 +11,12 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine.generation_rules import check_supported
 from vllm_lite.entrypoints.launch import main
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, FinishReason, RequestDelta
@@ -35,8 +36,6 @@ class FakeStats:
     num_total_blocks: int = NUM_BLOCKS
     num_preemptions: int = 0
     num_aborted: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
 
 
 @dataclass
@@ -63,18 +62,22 @@ class FakeEngine:
         while self._stats.num_running + self._stats.num_waiting and self.is_alive:
             if time.monotonic() >= end:
                 self._must_end.set()
+                return
             await asyncio.sleep(0.01)
 
     def stats(self) -> FakeStats:
         return self._stats
+
+    def prompt_token_ids(self, request_id: str) -> Sequence[int]:
+        return (1, 2, 3)
 
     async def generate(
         self, request_id: str, prompt: str, params: SamplingParams
     ) -> AsyncGenerator[RequestDelta, None]:
         if not self.is_alive:
             raise EngineDeadError("the engine is dead.")
-        if params.n > 1:
-            raise RequestError("n is not supported yet; leave it out.")
+        params.check_limits(vocab_size=1000, max_num_seqs=self.max_num_seqs, max_logprobs=20)
+        check_supported(params)
         if len(prompt) > MAX_PROMPT_CHARS:
             raise RequestError(f"prompt has {len(prompt)} tokens, the context holds {MAX_PROMPT_CHARS}.")
         self._stats.num_waiting += 1
@@ -110,7 +113,6 @@ class FakeEngine:
             if self._must_end.is_set():
                 yield _delta(request_id, "", (), "abort")
                 return
-            self._stats.num_generated_tokens += 1
             yield _delta(request_id, piece, (k,), "length" if k + 1 == params.max_tokens else None)
 
 

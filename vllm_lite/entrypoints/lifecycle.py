@@ -15,7 +15,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.listening import BACKLOG, allow_early_reuse, server_url
-from vllm_lite.entrypoints.request_log import log_statistics
 from vllm_lite.entrypoints.routes import Api, ServerState
 from vllm_lite.entrypoints.served_engine import ServedEngine
 from vllm_lite.errors import StartupError
@@ -52,7 +51,6 @@ async def serve(
     )
     await runner.setup()
     engine.start()
-    statistics = None if engine_config.disable_log_stats else asyncio.create_task(log_statistics(engine))
     try:
         site = await _listen(runner, sock, tls)
         is_told_to_stop = _catch_stop_signals()
@@ -67,8 +65,6 @@ async def serve(
             await _wait(is_told_to_stop, DEAD_NOTICE_S)
         exit_code = 0 if engine.is_alive else 1
     finally:
-        if statistics is not None:
-            statistics.cancel()
         await runner.cleanup()
         await engine.stop()
     logger.info("stopped")

@@ -108,12 +108,15 @@ class Api:
             return parse_generate_request(body)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse_generate_request, body)
 
+    def _num_prompt_tokens(self, record: RequestRecord) -> int:
+        return len(self._engine.prompt_token_ids(record.request_id))
+
     async def _answer(
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
     ) -> web.StreamResponse:
         outputs = OutputAccumulator(record.request_id, asked.prompt, (), num_outputs=asked.params.n)
         async for delta in deltas:
-            record.add(delta)
+            record.add(delta, self._num_prompt_tokens(record))
             outputs.add(delta)
         if record.is_aborted:
             return error_response(503, STOPPING)
@@ -127,7 +130,7 @@ class Api:
         response = web.StreamResponse(headers=STREAM_HEADERS)
         try:
             async for delta in deltas:
-                record.add(delta)
+                record.add(delta, self._num_prompt_tokens(record))
                 if is_message(delta):
                     await response.prepare(request)
                     await response.write(messages.add(delta))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from vllm_lite.outputs import RequestDelta
@@ -10,7 +10,7 @@ from vllm_lite.sampling_params import SamplingParams
 
 
 class ServedStats(Protocol):
-    """Counts at one moment; the last four only ever grow."""
+    """Counts at one moment; the last two only ever grow."""
 
     @property
     def num_running(self) -> int:
@@ -36,14 +36,6 @@ class ServedStats(Protocol):
     def num_aborted(self) -> int:
         """Requests that ended before they were done."""
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens computed."""
-
-    @property
-    def num_generated_tokens(self) -> int:
-        """Output tokens of all requests."""
-
 
 class ServedEngine(Protocol):
     """Turns prompts into deltas."""
@@ -63,6 +55,9 @@ class ServedEngine(Protocol):
 
     def stats(self) -> ServedStats:
         """The counts of this moment."""
+
+    def prompt_token_ids(self, request_id: str) -> Sequence[int]:
+        """The prompt's ids while `generate` is open; empty before they are known."""
 
     def generate(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:
         """One delta a step that generated; closing it early aborts the request.

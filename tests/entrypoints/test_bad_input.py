@@ -1,0 +1,183 @@
+"""What clients do wrong, many times over, while others are served: nobody else notices, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.entrypoints.test_native_protocol import BAD_BODIES
+from tests.helpers.server import Server, generate_bytes, running_server
+
+NUM_BODIES = 500
+NUM_STREAMS = 8
+NUM_CLIENTS = 64
+WRONG_VALUES: dict[str, list[Any]] = {
+    "n": [0, -1, "1", 1.0, True, [1], 10**30],
+    "best_of": [0, -3, "2", {}],
+    "presence_penalty": [2.5, -3, "x", False, []],
+    "frequency_penalty": [1e30, "0", {}],
+    "repetition_penalty": [0, -1, "1", True],
+    "temperature": [-0.1, "hot", True, [0.5], float("nan"), float("inf")],
+    "top_p": [0, 1.1, -1, "1", True],
+    "top_k": [-2, 1.5, "5", True],
+    "min_p": [-0.1, 1.5, "0"],
+    "use_beam_search": [1, "true", []],
+    "length_penalty": ["1", 0.5, True],
+    "early_stopping": [1, "always", True],
+    "stop": ["", [""], [1], 5, ["x"] * 65, "y" * 1025, {"a": 1}],
+    "stop_token_ids": [5, ["1"], [1.5], [True], [10**9], [0] * 1025],
+    "include_stop_str_in_output": [1, "yes"],
+    "ignore_eos": [0, "no"],
+    "max_tokens": [0, -1, 1.5, "16", True, float("-inf")],
+    "min_tokens": [-1, 17, 1.5, "0"],
+    "logprobs": [-1, 10**6, "5", 1.5],
+    "prompt_logprobs": [-1, 10**6, "5", True],
+    "skip_special_tokens": [1, "x"],
+    "spaces_between_special_tokens": [0, []],
+    "seed": [2**63, -(2**63) - 1, 1.5, "7", True],
+    "logit_bias": [[1], {"x": 1}, {"1": "y"}, {"999999999": 1}, {"1": 101}, {"-1": 0}],
+    "allowed_token_ids": [[], ["a"], [10**9], 5],
+    "bad_words": [[""], [5], "x" * 3, ["z"] * 1025],
+    "truncate_prompt_tokens": [0, -1, "5", 1.5],
+    "details": [1, "x", True],
+    "stream_deltas": [0, "x", True],
+    "prompt": [5, None, ["a"], {}, True, 1.5],
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server(script={"delay_s": 0.01}) as server:
+        yield server
+
+
+def malformed_bodies(seed: int, count: int) -> Iterator[tuple[bytes, str]]:
+    """Bodies with a word that the answer must hold: the field at fault, where there is one."""
+    generator = random.Random(seed)
+    good = json.dumps({"prompt": "Hé", "max_tokens": 4, "temperature": 0.5, "stop": ["x"]}).encode()
+    for _ in range(count):
+        kind = generator.randrange(4)
+        if kind == 0:
+            yield generator.choice(BAD_BODIES)
+        elif kind == 1:
+            name = generator.choice(list(WRONG_VALUES))
+            fields = {"prompt": "a", "stream": generator.random() < 0.5, name: generator.choice(WRONG_VALUES[name])}
+            yield json.dumps(fields).encode(), name
+        elif kind == 2:
+            yield good[: generator.randrange(len(good))], "JSON"
+        else:
+            name = "".join(generator.choices("abcdefgh_", k=generator.randint(1, 40)))
+            yield json.dumps({"prompt": "a", name: 1}).encode(), name
+
+
+def test_malformed_bodies_disturb_nobody(server: Server) -> None:
+    streams = [
+        {"prompt": f"stream {k}", "stream": True, "max_tokens": 60, "temperature": 0} for k in range(NUM_STREAMS)
+    ]
+    solo = [server.post(fields).messages() for fields in streams]
+    free_before = server.metrics()["num_free_kv_blocks"]
+    bodies = list(malformed_bodies(seed=7, count=NUM_BODIES))
+    too_large = b'{"prompt":"' + b"x" * (33 * 2**20) + b'"}'
+    with ThreadPoolExecutor(NUM_STREAMS + 4) as pool:
+        is_done = False
+
+        def repeat(k: int) -> int:
+            count = 0
+            while not is_done or not count:
+                assert server.post(streams[k]).messages() == solo[k]
+                count += 1
+            return count
+
+        readers = [pool.submit(repeat, k) for k in range(NUM_STREAMS)]
+        try:
+            refusals = list(pool.map(server.post, [body for body, _ in bodies]))
+            oversized = server.post(too_large)
+        finally:
+            is_done = True
+        assert all(reader.result(60) for reader in readers)
+    for (body, word), response in zip(bodies, refusals):
+        assert response.status == 400, (body[:200], response.raw)
+        assert list(response.json()) == ["detail"]
+        assert word in response.json()["detail"], (body[:200], response.body)
+    assert oversized.status == 413
+    assert server.metrics()["num_free_kv_blocks"] == free_before
+    assert "Traceback" not in server.log
+
+
+def test_large_bodies_do_not_delay_other_streams(server: Server) -> None:
+    """Bodies of 8 MiB, refused or cheap to refuse, while a stream of a token every 10 ms runs."""
+    size = 8 * 2**20
+    bodies = [b'{"prompt":"' + b"x" * size + b'"}', b'{"prompt":[' + b"1," * (size // 8) + b"1]}"]
+    with server.connect() as stream, ThreadPoolExecutor(2) as pool:
+        stream.sendall(generate_bytes({"prompt": "a", "stream": True, "max_tokens": 1000}))
+        assert stream.recv(65536)
+        refusals = [pool.submit(server.post, body) for body in bodies]
+        gaps = []
+        while not all(refusal.done() for refusal in refusals):
+            start = time.monotonic()
+            assert stream.recv(65536)
+            gaps.append(time.monotonic() - start)
+        assert [refusal.result().status for refusal in refusals] == [400, 400]
+    assert max(gaps) < 0.5
+
+
+def leave(server: Server, seed: int) -> None:
+    """A client that streams or not, and leaves at a random moment: before, while or after it is served."""
+    generator = random.Random(seed)
+    fields = {"prompt": f"client {seed}", "stream": generator.random() < 0.5, "max_tokens": 200, "ignore_eos": True}
+    request = generate_bytes(fields)
+    with server.connect() as connection:
+        connection.sendall(request[: generator.choice([len(request), len(request), len(request) - 5, 30])])
+        connection.settimeout(generator.uniform(0, 1))
+        end = time.monotonic() + generator.uniform(0, 1)
+        try:
+            while time.monotonic() < end and connection.recv(4096):
+                pass
+        except TimeoutError:
+            pass
+
+
+def wait_until_idle(server: Server, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
+        metrics = server.metrics()
+        is_idle = metrics["num_requests_running"] == metrics["num_requests_waiting"] == 0
+        if is_idle and metrics["num_free_kv_blocks"] == metrics["num_total_kv_blocks"]:
+            return
+        assert time.monotonic() < deadline, metrics
+        time.sleep(0.02)
+
+
+def test_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
+    """Eight are served at a time, so most of those that leave are still in the queue."""
+    with running_server("--max-num-seqs", "8", script={"delay_s": 0.005}) as server:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            list(pool.map(leave, [server] * NUM_CLIENTS, range(NUM_CLIENTS)))
+        wait_until_idle(server, within_s=1)
+        assert server.metrics()["num_requests_aborted_total"] > NUM_CLIENTS / 4
+        assert server.post({"prompt": "a", "max_tokens": 2}).status == 200
+        assert "Traceback" not in server.log
+        assert "client left" in server.log
+        assert "Unhandled" not in server.log
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_running_and_queued_requests_of_clients_that_left_are_aborted(is_stream: bool) -> None:
+    with running_server("--max-num-seqs", "1", script={"delay_s": 0.01}) as server:
+        connections = [server.connect() for _ in range(4)]
+        for connection in connections:
+            connection.sendall(generate_bytes({"prompt": "a", "stream": is_stream, "max_tokens": 100_000}))
+        deadline = time.monotonic() + 10
+        while (metrics := server.metrics())["num_requests_running"] + metrics["num_requests_waiting"] < 4:
+            assert time.monotonic() < deadline
+        for connection in connections:
+            connection.close()
+        wait_until_idle(server, within_s=1)
+        assert server.metrics()["num_requests_aborted_total"] == 4
+        assert "Traceback" not in server.log

@@ -1,0 +1,166 @@
+"""Stopping and dying: signals, grace time, exit codes, ports; on a server process with a scripted engine."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.helpers.server import (
+    FAKE,
+    Response,
+    Server,
+    generate_bytes,
+    read_response,
+    request_bytes,
+    run_server,
+    running_server,
+)
+from vllm_lite.entrypoints.listening import bind
+
+SLOW: dict[str, Any] = {"prompt": "!delay=0.02 x", "max_tokens": 30}
+ENDLESS: dict[str, Any] = {"prompt": "!delay=0.02 x", "max_tokens": 100_000}
+
+
+@contextlib.contextmanager
+def requests_in_flight(server: Server, *bodies: dict[str, Any]) -> Iterator[list[Future[Response]]]:
+    """Sends requests from threads, and goes on once the engine has them all."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        futures = [pool.submit(server.post, body) for body in bodies]
+        wait_for_requests(server, len(bodies))
+        yield futures
+
+
+def wait_for_requests(server: Server, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        metrics = server.metrics()
+        if metrics["num_requests_running"] + metrics["num_requests_waiting"] == count:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"never had {count} requests")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_running_requests_finish(number: signal.Signals) -> None:
+    with running_server() as server, requests_in_flight(server, SLOW, {**SLOW, "stream": True}) as futures:
+        server.signal(number)
+        answer, stream = (future.result(30) for future in futures)
+        assert answer.status == 200
+        assert stream.is_complete
+        assert stream.messages()[-1] == answer.json()["text"][0]
+        assert len(stream.messages()) == SLOW["max_tokens"]
+        assert server.wait() == 0
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", server.port))
+
+
+def test_stopping_server_refuses_new_requests() -> None:
+    with running_server() as server, server.connect() as kept_alive:
+        kept_alive.sendall(request_bytes("GET", "/health", b"", "Connection: keep-alive"))
+        assert read_response(kept_alive).status == 200
+        with requests_in_flight(server, {**SLOW, "stream": True}) as [stream]:
+            server.signal(signal.SIGTERM)
+            wait_until_refused(server.port)
+            kept_alive.sendall(generate_bytes(SLOW, "Connection: keep-alive"))
+            refusal = read_response(kept_alive)
+            assert refusal.status == 503
+            assert list(refusal.json()) == ["detail"]
+            assert refusal.headers["connection"] == "close"
+            assert kept_alive.recv(1) == b""
+            assert stream.result(30).is_complete
+        assert server.wait() == 0
+
+
+def wait_until_refused(port: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the port is still open")
+
+
+def test_requests_beyond_the_grace_time_end_cleanly() -> None:
+    with running_server("--shutdown-grace-s", "0.3", "--max-num-seqs", "2") as server:
+        bodies = [{**ENDLESS, "stream": True}, ENDLESS]
+        with requests_in_flight(server, *bodies) as futures, ThreadPoolExecutor(1) as pool:
+            queued = pool.submit(server.post, {**ENDLESS, "stream": True})
+            wait_for_requests(server, 3)
+            start = time.monotonic()
+            server.signal(signal.SIGTERM)
+            stream, answer = (future.result(30) for future in futures)
+            assert server.wait() == 0
+            assert 0.3 <= time.monotonic() - start < 5
+            assert stream.is_complete
+            assert stream.messages()[-1].startswith(ENDLESS["prompt"])
+            for response in (answer, queued.result(30)):
+                assert response.status == 503
+                assert "stopping" in response.json()["detail"]
+        assert "Traceback" not in server.log
+
+
+def test_stalled_reader_does_not_hold_the_exit() -> None:
+    with running_server("--shutdown-grace-s", "0.2") as server, server.connect() as stalled:
+        stalled.sendall(generate_bytes({"prompt": "x" * 100_000, "stream": True, "max_tokens": 100_000}))
+        wait_for_requests(server, 1)
+        start = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert time.monotonic() - start < 8
+
+
+def test_second_signal_ends_at_once() -> None:
+    with running_server() as server, server.connect() as connection:
+        connection.sendall(generate_bytes({**ENDLESS, "stream": True}))
+        received = connection.recv(65536)
+        server.signal(signal.SIGTERM)
+        wait_until_refused(server.port)
+        server.signal(signal.SIGTERM)
+        assert server.wait(5) == -signal.SIGTERM
+        with contextlib.suppress(ConnectionResetError):
+            while data := connection.recv(65536):
+                received += data
+        assert not received.endswith(b"\r\n0\r\n\r\n")
+
+
+def test_dead_engine_ends_its_clients_then_health_then_the_process() -> None:
+    with running_server() as server, requests_in_flight(server, {**ENDLESS, "stream": True}, ENDLESS) as futures:
+        victim = server.post({"prompt": "!die=2 !delay=0.1 x"})
+        stream, answer = (future.result(30) for future in futures)
+        health = server.get("/health")
+        for response in (victim, answer, health):
+            assert response.status == 503
+            assert list(response.json()) == ["detail"]
+        assert stream.status == 200
+        assert not stream.is_complete
+        assert server.post({"prompt": "a"}).status == 503
+        assert server.wait(10) == 1
+        assert "dead" in server.log
+
+
+def test_port_of_a_server_that_still_loads_is_taken() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        second = run_server("--port", str(port), module=FAKE)
+    assert second.returncode == 1
+    assert f"port {port} on 127.0.0.1 is taken" in second.stderr
+
+
+def test_restarted_server_gets_its_port_back_at_once() -> None:
+    """Although connections that the server closed linger in TIME_WAIT."""
+    port = 0
+    for _ in range(3):
+        with running_server("--port", str(port)) as server:
+            port = server.port
+            assert server.get("/health").status == 200
+            assert server.get("/health").status == 200

@@ -1,0 +1,54 @@
+"""Bodies that are parsed without a server: large ones, and those that cost more than they look."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from vllm_lite.entrypoints.request_body import MAX_COMMAS_FOR_C, parse_generate_request
+from vllm_lite.errors import RequestError
+
+MIB = 2**20
+
+
+def test_fields_arrive_as_they_were_sent() -> None:
+    request = parse_generate_request(
+        b'{"prompt": "a\\u00e9\\ud83d\\ude00", "stream": 1, "max_tokens": null, "top_k": 5}'
+    )
+    assert (request.prompt, request.is_stream) == ("aé😀", True)
+    assert (request.params.max_tokens, request.params.top_k) == (None, 5)
+
+
+def test_last_of_equal_keys_wins_and_a_byte_order_mark_is_skipped() -> None:
+    assert parse_generate_request(b'\xef\xbb\xbf{"prompt": "a", "prompt": "b"}').prompt == "b"
+
+
+def test_prompt_of_many_commas_is_a_prompt() -> None:
+    prompt = "1,2;" * MAX_COMMAS_FOR_C
+    assert parse_generate_request(json.dumps({"prompt": prompt + ","}).encode()).prompt == prompt + ","
+
+
+@pytest.mark.parametrize("item", [b"1", b"[]", b"{}", b'"a"', b"1.5"])
+def test_other_threads_run_while_a_body_of_many_values_is_parsed(item: bytes) -> None:
+    """A parser in C would hold the interpreter for the whole body; 50 ms is ten times the switching interval."""
+    body = b'{"prompt": [' + b",".join([item] * (MIB // (len(item) + 1))) + b"]}"
+    failures: list[Exception] = []
+
+    def parse() -> None:
+        try:
+            parse_generate_request(body)
+        except RequestError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=parse)
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        start = time.perf_counter()
+        time.sleep(0.001)
+        longest = max(longest, time.perf_counter() - start)
+    assert "lists of prompts" in str(failures[0])
+    assert longest < 0.2
