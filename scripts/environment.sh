@@ -25,7 +25,9 @@ make_environment() {
     local extra=$1 python stamp_file=".venv/stamp-${1:-serve}" stamp
     python=$(python_command)
     stamp=$(environment_stamp "$extra" "$python")
-    if [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then
+    # An environment for the tests can serve, too.
+    if [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ] ||
+        [ "$(cat .venv/stamp-test 2>/dev/null)" = "$(environment_stamp test "$python")" ]; then
         return
     fi
     echo "Installing into $PWD/.venv (once; needs a minute where the packages are at hand)" >&2

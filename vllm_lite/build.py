@@ -1,0 +1,156 @@
+"""The composition root: makes an engine from a configuration. The only file that sees control plane and data plane."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_lite.config import EngineConfig, ModelConfig
+from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
+from vllm_lite.engine.llm_engine import LLMEngine
+from vllm_lite.engine.settings import EngineSettings
+from vllm_lite.engine.tokenizer_protocol import Tokenizer
+from vllm_lite.errors import StartupError
+from vllm_lite.models.registry import build_model
+from vllm_lite.tokenizer import load_tokenizer
+from vllm_lite.worker.checkpoint import Checkpoint, open_checkpoint, tokenizer_path
+from vllm_lite.worker.dtype import resolve_dtype
+from vllm_lite.worker.executor import LocalExecutor
+from vllm_lite.worker.hf_config import derived_max_model_len
+from vllm_lite.worker.kv_cache import available_memory, choose_num_blocks
+from vllm_lite.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BUDGET_ON_CPU = 512
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """An engine and what it runs on, for callers that step it themselves."""
+
+    engine: LLMEngine
+    executor: LocalExecutor
+    settings: EngineSettings
+    tokenizer: Tokenizer
+    model: ModelConfig
+    checkpoint_path: Path
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine that is ready to be started on an event loop."""
+
+    engine: AsyncLLMEngine
+    model_name: str
+
+
+def build_engine(config: EngineConfig) -> BuiltEngine:
+    """Loads everything. Raises StartupError where the configuration, the checkpoint or the memory does not allow it."""
+    parts = build_parts(config)
+    engine = AsyncLLMEngine(parts.engine, parts.executor, log_stats=not config.disable_log_stats)
+    return BuiltEngine(engine, config.model or parts.checkpoint_path.stem)
+
+
+def build_parts(config: EngineConfig) -> EngineParts:
+    """Like `build_engine`, without an event loop."""
+    torch.set_num_threads(config.num_threads or num_available_cores())
+    device = torch.device("cpu")
+    checkpoint = open_checkpoint(config)
+    dtype = resolve_dtype(config, checkpoint.config, checkpoint.gguf_metadata is not None, device)
+    max_model_len = choose_max_model_len(config, checkpoint.config)
+    model = build_model(checkpoint.config, dtype, max_model_len, device)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        tokenizer = pool.submit(_load_tokenizer, config, checkpoint)
+        checkpoint.load_into(model.weight_targets(), model.is_ignored)
+    num_blocks = choose_num_blocks(
+        checkpoint.config,
+        dtype=dtype,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_kv_blocks=config.num_kv_blocks,
+        available_bytes=available_memory() if config.num_kv_blocks is None else 0,
+    )
+    settings = EngineSettings(
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGET_ON_CPU,
+        max_logprobs=config.max_logprobs,
+        enable_prefix_caching=config.enable_prefix_caching,
+        vocab_size=checkpoint.config.vocab_size,
+        eos_token_ids=_end_ids(checkpoint.config, tokenizer.result()),
+        seed=config.seed,
+    )
+    runner = ModelRunner(
+        model,
+        max_model_len=max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+    )
+    logger.info(
+        "%s in %s on %d threads: context %d tokens, KV cache %d blocks of %d tokens",
+        checkpoint.config.architecture,
+        str(dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        max_model_len,
+        num_blocks,
+        settings.block_size,
+    )
+    return EngineParts(
+        engine=LLMEngine(settings, tokenizer.result()),
+        executor=LocalExecutor(runner),
+        settings=settings,
+        tokenizer=tokenizer.result(),
+        model=checkpoint.config,
+        checkpoint_path=checkpoint.path,
+    )
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """`--max-model-len`, else what the checkpoint allows. Raises StartupError for more than that.
+
+    Only dynamic RoPE scaling is made for contexts beyond the checkpoint's length.
+    """
+    longest = derived_max_model_len(model)
+    if config.max_model_len is None:
+        return longest
+    if model.rope.kind == "dynamic":
+        longest = int(longest * model.rope.factor)
+    if config.max_model_len > longest:
+        raise StartupError(
+            f"--max-model-len {config.max_model_len} is more than the checkpoint's context of {longest} tokens: "
+            f"set it to {longest} or less, or leave it out."
+        )
+    return config.max_model_len
+
+
+def num_available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+    is_own = config.tokenizer is None
+    return load_tokenizer(
+        tokenizer_path(config, checkpoint),
+        mode=config.tokenizer_mode,
+        gguf_metadata=checkpoint.gguf_metadata if is_own else None,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision if is_own else config.tokenizer_revision,
+    )
+
+
+def _end_ids(model: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every id that ends a sequence: those of the checkpoint's files, and the tokenizer's own."""
+    own = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    return model.eos_token_ids | own
