@@ -12,8 +12,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from tests.helpers.checkpoints import cached_checkpoint, make_model, save_checkpoint
-from tests.helpers.loading import forbid_connections, load_tensors
+from tests.helpers.checkpoints import cached_checkpoint, copy_checkpoint, make_model, save_checkpoint
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.loading import assert_same_tensors, forbid_connections, load_tensors
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.worker.checkpoint import open_checkpoint, tokenizer_path
@@ -54,7 +55,7 @@ class FakeHub:
 
     def model_info(self, name: str, *, revision: str | None, timeout: float) -> Any:
         self.listings += 1
-        names = [path.name for path in self.folder.iterdir()] + ["modeling_tiny.py", "README.md", "onnx/model.bin"]
+        names = [path.name for path in self.folder.iterdir()] + ["README.md", "onnx/model.bin"]
         return huggingface_hub.hf_api.ModelInfo(
             id=name, siblings=[{"rfilename": file_name} for file_name in names], tags=[], downloads=0, likes=0,
             private=False,
@@ -169,6 +170,35 @@ def test_a_tokenizer_is_fetched_without_weights(home: Path, serve: Callable[[Pat
 
     assert (folder / "tokenizer.json").is_file()
     assert "model.safetensors" not in hub.downloads
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_code_is_fetched_only_where_it_is_trusted(
+    is_trusted: bool, home: Path, serve: Callable[[Path], FakeHub], tmp_path: Path
+) -> None:
+    source = copy_checkpoint(cached_checkpoint(), tmp_path / "source")
+    (source / "modeling_tiny.py").write_text("")
+    hub = serve(source)
+    open_checkpoint(EngineConfig(model=NAME, trust_remote_code=is_trusted))
+
+    assert ("modeling_tiny.py" in hub.downloads) == is_trusted
+
+
+def test_a_repository_of_one_gguf_file_needs_nothing_else(
+    home: Path, serve: Callable[[Path], FakeHub], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    model = make_model("qwen3")
+    write_gguf(source / "tiny.Q8_0.gguf", "qwen3", model)
+    hub = serve(source)
+
+    assert_same_tensors(load_tensors(NAME), model.state_dict())
+    assert hub.downloads == ["tiny.Q8_0.gguf"]
+
+    write_gguf(source / "tiny.Q4_0.gguf", "qwen3", model)
+    with pytest.raises(StartupError, match=r"several .gguf files \(tiny.Q4_0.gguf, tiny.Q8_0.gguf\)"):
+        open_checkpoint(EngineConfig(model=NAME, revision="other"))
 
 
 class Response:

@@ -19,7 +19,7 @@ from vllm_lite.errors import StartupError
 from vllm_lite.worker.config_values import ConfigValues, read_json
 from vllm_lite.worker.gguf_format import read_gguf
 from vllm_lite.worker.hf_config import read_model_config
-from vllm_lite.worker.hub import HubRepo, default_model_path, is_small_file, local_path
+from vllm_lite.worker.hub import HubRepo, default_model_path, local_path, small_files
 from vllm_lite.worker.pickle_format import open_pickle
 from vllm_lite.worker.safetensors_format import open_safetensors
 from vllm_lite.worker.weight_files import FORMATS_OF, WeightFiles, choose_weight_files
@@ -90,7 +90,7 @@ def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> Path:
     folder = repo.cached_folder()
     if folder is not None and any(name.startswith("tokenizer") for name in _file_names(folder)):
         return folder
-    return repo.download([name for name in repo.list_files() if is_small_file(name)])
+    return repo.download(small_files(repo.list_files(), with_code=config.trust_remote_code))
 
 
 def _find_model(config: EngineConfig) -> Path:
@@ -106,12 +106,12 @@ def _from_hub(name: str, config: EngineConfig) -> Path:
     if folder is not None and _is_complete(folder, config.load_format):
         return folder
     names = repo.list_files()
-    small_files = [name for name in names if is_small_file(name)]
-    folder = repo.download(small_files) if small_files else Path()
+    wanted = small_files(names, with_code=config.trust_remote_code)
+    folder = repo.download(wanted)
     if config.load_format == "dummy":
         return folder
     files = choose_weight_files(names, config.load_format, lambda index: read_json(folder / index), repo.name)
-    return repo.download([*small_files, *files.names])
+    return repo.download([*wanted, *files.names])
 
 
 def _is_complete(folder: Path, load_format: str) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -121,6 +120,7 @@ class HubRepo:
         )
 
 
-def is_small_file(name: str) -> bool:
-    """Whether a repository's file is configuration or tokenizer: no weights, and no code."""
-    return os.sep not in name and Path(name).suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
+def small_files(names: Collection[str], *, with_code: bool) -> list[str]:
+    """Those of a repository's files that are configuration or tokenizer; Python code only where it is trusted."""
+    suffixes = (".json", ".txt", ".model", ".jinja", ".tiktoken") + ((".py",) if with_code else ())
+    return [name for name in names if "/" not in name and name.endswith(suffixes)]
