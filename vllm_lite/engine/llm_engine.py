@@ -190,7 +190,7 @@ class LLMEngine:
         )
 
     def _tokenise(self, prompt: str, params: SamplingParams) -> list[int]:
-        """Refuses a prompt that is too long by its number of bytes, before the time to tokenise it is spent."""
+        """Refuses a prompt that is surely too long before the time to tokenise it is spent."""
         check_unicode("prompt", prompt)
         if params.truncate_prompt_tokens is None:
             self._check_prompt_len(self._tokenizer.min_num_tokens(prompt), params, "at least ")
@@ -199,10 +199,10 @@ class LLMEngine:
     def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         if not prompt_token_ids:
             raise RequestError("prompt must have at least one token, got one that has none.")
-        largest = max(prompt_token_ids)
-        if largest >= self._settings.vocab_size or min(prompt_token_ids) < 0:
-            limit = self._settings.vocab_size - 1
-            raise RequestError(f"prompt must have token ids from 0 to {limit} (the model's vocabulary), got {largest}.")
+        limit = self._settings.vocab_size - 1
+        for token_id in (min(prompt_token_ids), max(prompt_token_ids)):
+            if not 0 <= token_id <= limit:
+                raise RequestError(f"prompt must have token ids from 0 to {limit} (the model's), got {token_id}.")
         self._check_prompt_len(len(prompt_token_ids), params)
 
     def _check_prompt_len(self, num_prompt_tokens: int, params: SamplingParams, qualifier: str = "") -> None:
