@@ -1,0 +1,382 @@
+"""Many asyncio tasks on one engine: streams, departures at every moment, failures, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.byte_tokenizer import ByteTokenizer
+from tests.helpers.engine_fakes import (
+    SETTINGS,
+    FailingExecutor,
+    FakeExecutor,
+    Run,
+    check_engine,
+    greedy,
+    make_engine,
+)
+from vllm_lite.engine.async_llm_engine import AsyncLLMEngine, FailureStreak, StatsLog
+from vllm_lite.engine.llm_engine import Executor, LLMEngine
+from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput
+from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
+from vllm_lite.outputs import RequestDelta
+from vllm_lite.sampling_params import SamplingParams
+
+PATIENCE_S = 20.0
+PROMPTS = ["a" * 9, "b" * 16, "c" * 17, "d" * 30, "e", "f" * 8]
+
+
+class GatedExecutor(FakeExecutor):
+    """Computes a step only when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun = threading.Event()
+        self.may_end = threading.Semaphore(0)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.has_begun.set()
+        assert self.may_end.acquire(timeout=PATIENCE_S)
+        return super().execute(step)
+
+
+class GatedTokenizer(ByteTokenizer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        self.has_begun.set()
+        assert self.may_end.wait(PATIENCE_S)
+        return super().encode(text)
+
+
+@asynccontextmanager
+async def running(
+    executor: Executor | None = None, engine: LLMEngine | None = None, **changes: object
+) -> AsyncGenerator[AsyncLLMEngine, None]:
+    async_engine = AsyncLLMEngine(engine or make_engine(**changes), executor or FakeExecutor())
+    async_engine.start()
+    yield async_engine
+    if async_engine.is_alive:
+        await wait_until(lambda: async_engine.stats().num_running + async_engine.stats().num_waiting == 0)
+        assert async_engine.stats().num_free_blocks == async_engine.stats().num_total_blocks
+        check_engine(async_engine._engine)
+    await async_engine.stop()
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(poll(), PATIENCE_S)
+
+
+async def wait_for(event: threading.Event) -> None:
+    assert await asyncio.get_running_loop().run_in_executor(None, event.wait, PATIENCE_S)
+
+
+async def collect(engine: AsyncLLMEngine, request_id: str, prompt: str, params: SamplingParams) -> list[RequestDelta]:
+    async with aclosing(engine.generate(request_id, prompt, params)) as deltas:
+        return [delta async for delta in deltas]
+
+
+def ids_of(deltas: list[RequestDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.outputs[0].token_ids]
+
+
+def ids_alone(prompt: str, params: SamplingParams) -> list[int]:
+    run = Run(make_engine(), FakeExecutor())
+    run.add("r", prompt, params)
+    return run.token_ids()["r"]
+
+
+async def test_streams_give_what_the_engine_gives() -> None:
+    async with running(num_blocks=20) as engine:
+        tasks = [collect(engine, prompt, prompt, greedy()) for prompt in PROMPTS]
+        results = await asyncio.gather(*tasks)
+        assert engine.stats().num_preemptions > 0
+    for prompt, deltas in zip(PROMPTS, results):
+        assert ids_of(deltas) == ids_alone(prompt, greedy())
+        assert [delta.finished for delta in deltas] == [False] * 29 + [True]
+
+
+async def test_the_loop_is_free_while_a_step_is_computed() -> None:
+    executor = GatedExecutor()
+    async with running(executor) as engine:
+        task = asyncio.create_task(collect(engine, "r", "abc", greedy(max_tokens=1)))
+        await wait_for(executor.has_begun)
+        assert (engine.stats().num_running, engine.is_alive) == (1, True)
+        executor.may_end.release()
+        assert len(await task) == 1
+
+
+async def test_the_prompt_ids_are_known_while_a_request_runs() -> None:
+    executor = GatedExecutor()
+    async with running(executor) as engine:
+        task = asyncio.create_task(collect(engine, "r", "abc", greedy(max_tokens=1)))
+        assert list(engine.prompt_token_ids("r")) == []
+        await wait_for(executor.has_begun)
+        assert list(engine.prompt_token_ids("r")) == ByteTokenizer().encode("abc")
+        executor.may_end.release()
+        await task
+        assert list(engine.prompt_token_ids("r")) == []
+
+
+async def test_a_refusal_comes_before_the_first_delta() -> None:
+    async with running() as engine:
+        with pytest.raises(RequestError, match="at least one token"):
+            await collect(engine, "r", "", greedy())
+        assert ids_of(await collect(engine, "r", "abc", greedy())) == ids_alone("abc", greedy())
+
+
+async def test_who_leaves_after_a_delta_is_aborted() -> None:
+    async with running() as engine:
+        async with aclosing(engine.generate("r", "abc", greedy(max_tokens=400))) as deltas:
+            await deltas.__anext__()
+        assert engine.stats().num_aborted == 1
+
+
+async def test_who_is_cancelled_during_a_step_is_aborted_at_its_end() -> None:
+    executor = GatedExecutor()
+    async with running(executor) as engine:
+        task = asyncio.create_task(collect(engine, "r", "abc", greedy()))
+        await wait_for(executor.has_begun)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (engine.stats().num_running, engine.stats().num_free_blocks) == (1, 199)
+        executor.may_end.release()
+        await wait_until(lambda: engine.stats().num_free_blocks == 200)
+        assert len(executor.steps) == 1
+
+
+async def test_who_is_cancelled_while_queued_is_aborted() -> None:
+    executor = GatedExecutor()
+    async with running(executor, max_num_seqs=1) as engine:
+        first = asyncio.create_task(collect(engine, "first", "abc", greedy(max_tokens=2)))
+        second = asyncio.create_task(collect(engine, "second", "abc", greedy()))
+        await wait_until(lambda: engine.stats().num_waiting == 1 and executor.has_begun.is_set())
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        executor.may_end.release(2)
+        assert len(await first) == 2
+        assert engine.stats().num_aborted == 1
+
+
+async def test_who_is_cancelled_while_tokenising_never_arrives() -> None:
+    tokenizer = GatedTokenizer()
+    async with running(engine=LLMEngine(SETTINGS, tokenizer)) as engine:
+        task = asyncio.create_task(collect(engine, "r", "abc", greedy()))
+        await wait_for(tokenizer.has_begun)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        tokenizer.may_end.set()
+        assert len(await collect(engine, "r", "abc", greedy(max_tokens=3))) == 3
+        assert engine.stats().num_aborted == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_departures_at_random_moments_leave_nothing_behind(seed: int) -> None:
+    dice = random.Random(seed)
+
+    async def visit(engine: AsyncLLMEngine, number: int) -> None:
+        await asyncio.sleep(dice.random() * 0.1)
+        task = collect(engine, str(number), "x" * dice.randrange(1, 40), greedy(max_tokens=dice.randrange(1, 60)))
+        try:
+            await asyncio.wait_for(task, dice.choice([0.001, 0.01, 0.05, PATIENCE_S]))
+        except asyncio.TimeoutError:
+            return
+
+    async with running(num_blocks=20, max_num_batched_tokens=16, max_num_seqs=8) as engine:
+        await asyncio.gather(*(visit(engine, number) for number in range(64)))
+        assert not engine._streams and engine._is_idle.is_set()
+
+
+async def test_a_failing_step_fails_its_requests_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    executor = FailingExecutor(lambda number, _: number == 2)
+    async with running(executor, max_num_seqs=2) as engine:
+        tasks = [collect(engine, prompt, prompt, greedy()) for prompt in PROMPTS[:4]]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert engine.is_alive
+    assert all(isinstance(result, RequestFailedError) and "on fire" in str(result) for result in results[:2])
+    for prompt, result in zip(PROMPTS[2:], results[2:]):
+        assert isinstance(result, list) and ids_of(result) == ids_alone(prompt, greedy())
+    assert "A step failed, and with it the requests" in caplog.text and "Traceback" in caplog.text
+
+
+async def test_one_poisonous_prompt_never_kills_the_engine() -> None:
+    async with running(FailingExecutor(lambda _, step: step.shape.num_tokens == 5)) as engine:
+        for number in range(10):
+            with pytest.raises(RequestFailedError):
+                await collect(engine, str(number), "12345", greedy())
+        assert engine.is_alive
+        assert len(await collect(engine, "good", "1234", greedy())) == 30
+
+
+async def test_the_same_error_for_all_prompts_kills_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(FailingExecutor(lambda *_: True), max_num_seqs=1) as engine:
+        tasks = [collect(engine, prompt, prompt, greedy()) for prompt in PROMPTS]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [RequestFailedError] * 3 + [EngineDeadError] * 3
+        assert not engine.is_alive
+        with pytest.raises(EngineDeadError, match="3 steps in a row failed"):
+            await collect(engine, "late", "abc", greedy())
+        assert engine.stats().num_total_blocks == 200
+    assert "The engine is dead." in caplog.text
+
+
+@pytest.mark.parametrize("method", ["begin_step", "finish_step"])
+async def test_a_bug_of_our_own_kills_the_engine(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = make_engine()
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(inner, method, broken)
+    async with running(engine=inner) as engine:
+        tasks = [collect(engine, prompt, prompt, greedy()) for prompt in PROMPTS]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, EngineDeadError) and "a bug" in str(result) for result in results)
+        assert len(set(map(id, results))) == len(PROMPTS), "each task raises an error of its own"
+        assert not engine.is_alive
+    assert "ZeroDivisionError" in caplog.text
+
+
+class NotFinite(FakeExecutor):
+    def choose(self, step: StepInput, row: int, context: list[int]) -> int:  # type: ignore[override]
+        return NO_TOKEN if len(context) == 11 else super().choose(step, row, context)
+
+
+async def test_a_row_without_a_token_fails_its_request() -> None:
+    async with running(NotFinite()) as engine:
+        good, bad = await asyncio.gather(
+            collect(engine, "good", "x" * 12, greedy()),
+            collect(engine, "bad", "x" * 9, greedy()),
+            return_exceptions=True,
+        )
+        assert isinstance(good, list) and len(good) == 30
+        assert isinstance(bad, RequestFailedError) and "no finite number" in str(bad)
+
+
+async def test_draining_waits_for_what_runs() -> None:
+    async with running() as engine:
+        task = asyncio.create_task(collect(engine, "r", "abc", greedy()))
+        await wait_until(lambda: engine.stats().num_running == 1)
+        await engine.drain(PATIENCE_S)
+        assert len(await task) == 30
+        await engine.drain(PATIENCE_S)
+
+
+async def test_draining_ends_cleanly_what_takes_too_long() -> None:
+    executor, tokenizer = GatedExecutor(), GatedTokenizer()
+    tokenizer.may_end.set()
+    async with running(executor, LLMEngine(replace(SETTINGS, max_num_seqs=1), tokenizer)) as engine:
+        running_task = asyncio.create_task(collect(engine, "runs", "abc", greedy()))
+        await wait_for(executor.has_begun)
+        queued = asyncio.create_task(collect(engine, "queued", "abc", greedy()))
+        await wait_until(lambda: engine.stats().num_waiting == 1)
+        tokenizer.may_end.clear()
+        tokenizer.has_begun.clear()
+        tokenising = asyncio.create_task(collect(engine, "tokenising", "abc", greedy()))
+        await wait_for(tokenizer.has_begun)
+        await engine.drain(0.01)
+        tokenizer.may_end.set()
+        for task in (running_task, queued, tokenising):
+            (delta,) = await task
+            assert delta.finished and delta.outputs[0].finish_reason == "abort"
+        executor.may_end.release()
+
+
+async def test_stopping_ends_what_is_open() -> None:
+    executor = GatedExecutor()
+    engine = AsyncLLMEngine(make_engine(), executor)
+    engine.start()
+    task = asyncio.create_task(collect(engine, "r", "abc", greedy()))
+    await wait_for(executor.has_begun)
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)
+    assert not engine.is_alive
+    executor.may_end.release()
+    await stopping
+    with pytest.raises(EngineDeadError, match="stopped"):
+        await task
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("execute")]
+
+
+async def test_an_engine_that_was_not_started_serves_nothing() -> None:
+    engine = AsyncLLMEngine(make_engine(), FakeExecutor())
+    assert not engine.is_alive
+    with pytest.raises(EngineDeadError, match="does not run"):
+        await collect(engine, "r", "abc", greedy())
+    await engine.stop()
+
+
+def test_a_streak_needs_the_same_error_and_other_prompts() -> None:
+    streak = FailureStreak()
+    streak.add(RuntimeError("a"), {1})
+    streak.add(RuntimeError("a"), {1, 2})
+    assert streak.length == 1, "prompt 1 may be the poison"
+    streak.add(RuntimeError("a"), {3})
+    assert streak.length == 2
+    streak.add(RuntimeError("a"), set())
+    assert streak.length == 2, "nobody is left to tell by"
+    streak.add(RuntimeError("b"), {4})
+    assert streak.length == 1
+    streak.add(ValueError("b"), {5})
+    assert streak.length == 1
+    streak.add(ValueError("b"), {6})
+    assert streak.length == 2
+    streak.end()
+    assert streak.length == 0
+
+
+def test_statistics_come_every_ten_seconds_under_load(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm_lite.engine.async_llm_engine")
+    run = Run(make_engine(), FakeExecutor())
+    log = StatsLog(run.engine)
+    run.add("r", "x" * 20, greedy(max_tokens=25))
+    log.log_if_due(1000.0)
+    for second in range(1, 25):
+        run.step()
+        log.log_if_due(1000.0 + second)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Running 1, waiting 0, prompt 2.0 tokens/s, generation 1.0 tokens/s, KV cache 2.0 % used, prefix hits 0.0 %, "
+        "preemptions 0.",
+        "Running 1, waiting 0, prompt 0.0 tokens/s, generation 1.0 tokens/s, KV cache 2.5 % used, prefix hits 0.0 %, "
+        "preemptions 0.",
+    ]
+    caplog.clear()
+    log.log_if_due(2000.0)
+    assert not caplog.records, "rates do not count idle time"
+
+
+async def test_statistics_can_be_switched_off() -> None:
+    engine = AsyncLLMEngine(make_engine(), FakeExecutor(), log_stats=False)
+    engine.start()
+    assert len(await collect(engine, "r", "abc", greedy(max_tokens=2))) == 2
+    await engine.stop()
+
+
+def test_the_control_plane_loads_no_torch_and_no_transformers() -> None:
+    code = (
+        "import sys, vllm_lite.engine.async_llm_engine; "
+        "print(sorted({'torch', 'transformers', 'aiohttp', 'cupy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
