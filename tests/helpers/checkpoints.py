@@ -123,9 +123,10 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
 def reference_greedy(folder: Path, prompt_ids: list[int], num_tokens: int) -> list[int]:
     """Greedy ids of Hugging Face in float32, end of sequence ignored."""
     prompt = torch.tensor([prompt_ids])
-    output = reference_model(folder).generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=num_tokens,
-        max_new_tokens=num_tokens, pad_token_id=0,
-    )  # fmt: skip
+    model = reference_model(folder)
+    model.generation_config.eos_token_id = None  # min_new_tokens would keep it from being chosen
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
+    )
     ids: list[int] = output[0, len(prompt_ids) :].tolist()
     return ids

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tests.helpers.sampling import GREEDY, sampling_input
+from tests.helpers.sampling import GREEDY, Row, sampling_input
 from vllm_lite.config import ModelConfig
 from vllm_lite.engine.step import StepInput, StepShape
 from vllm_lite.models.registry import build_model
@@ -39,7 +39,6 @@ def make_runner(
     max_num_batched_tokens: int = 64,
     block_size: int = 16,
     num_blocks: int = 64,
-    num_threads: int | None = None,
 ) -> ModelRunner:
     """A runner whose model has the weights of `state`, a Hugging Face state dict that must fill every target."""
     model = build_model(config, dtype, max_model_len)
@@ -56,7 +55,6 @@ def make_runner(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         num_blocks=num_blocks,
-        num_threads=num_threads,
     )
 
 
@@ -131,6 +129,6 @@ def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
     block_size = block_size_of(runner)
     blocks = list(range(-(-len(prompt) // block_size)))[::-1]
     step = make_step(block_size, [(DrivenSequence(list(prompt), blocks), len(prompt))])
-    sampling = sampling_input([GREEDY.__class__(temperature=1.0)], [len(prompt) - 1])
+    sampling = sampling_input([Row()], [len(prompt) - 1])
     runner.run(StepInput(**{**step.__dict__, "sampling": sampling}))
     return runner.logits[0].clone()

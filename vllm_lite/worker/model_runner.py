@@ -32,10 +32,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         block_size: int,
         num_blocks: int,
-        num_threads: int | None = None,
     ) -> None:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
         device, dtype = model.options.device, model.options.dtype
         self.model = model
         self.workspace = Workspace(device, native_dtypes(device))

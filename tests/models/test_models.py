@@ -1,0 +1,146 @@
+"""Every architecture, RoPE kind and head layout against Hugging Face in float32, by the rules of tiny models."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.checkpoints import cached_checkpoint, reference_greedy, reference_model
+from tests.helpers.runner import greedy_ids, last_logits, make_runner
+from vllm_lite.errors import StartupError
+from vllm_lite.models.registry import build_model, model_class
+from vllm_lite.worker.hf_config import read_model_config
+
+PROMPT = [(17 * i + 5) % 254 + 2 for i in range(40)]
+SHORT_PROMPTS = [PROMPT[3:4], PROMPT[5:18], PROMPT[1:34]]
+NUM_TOKENS = 16
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "mistral, window 9": ("mistral", {"sliding_window": 9}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows from layer 1": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, windows from layer 2": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
+    "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    **{f"llama, {n} kv heads": ("llama", {"num_key_value_heads": n}) for n in (8, 4, 1)},
+    "llama, head_dim 32": ("llama", {"head_dim": 32}),
+    "llama, head_dim null": ("llama", {"head_dim": None}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama, theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "llama, dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}),
+    "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, yarn untruncated": ("llama", {"rope_parameters": {**YARN, "truncate": False}}),
+    "llama, yarn with mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
+    "llama, yarn with attention factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+}
+
+
+def checkpoint(name: str) -> Path:
+    family, overrides = MODELS[name]
+    return cached_checkpoint(family, **copy.deepcopy(overrides))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_hugging_face(name: str) -> None:
+    folder = checkpoint(name)
+    reference = reference_model(folder)
+    runner = make_runner(read_model_config(folder, trust_remote_code=False), reference.state_dict())
+    expected = reference_greedy(folder, PROMPT, NUM_TOKENS)
+    assert len(set(expected)) >= 3
+    assert greedy_ids(runner, [PROMPT], NUM_TOKENS) == [expected]
+    with torch.no_grad():
+        expected_logits = reference(torch.tensor([PROMPT])).logits[0, -1]
+    assert (last_logits(runner, PROMPT) - expected_logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2, windows from layer 1", "qwen3"])
+def test_chunks_and_mixed_batches_change_nothing(name: str, block_size: int) -> None:
+    folder = checkpoint(name)
+    state = reference_model(folder).state_dict()
+    runner = make_runner(read_model_config(folder, trust_remote_code=False), state, block_size=block_size)
+    prompts = [PROMPT, *SHORT_PROMPTS]
+    expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+    assert greedy_ids(runner, prompts, NUM_TOKENS, budget=7) == expected
+    assert greedy_ids(runner, prompts, NUM_TOKENS) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2", "qwen3", "llama, tied"])
+def test_16_bits_stay_close_to_hugging_face(name: str, dtype: torch.dtype) -> None:
+    """Where a token differs, Hugging Face in that dtype must have had the two almost level; 3 tokens are required."""
+    folder = checkpoint(name)
+    reference = reference_model(folder, dtype)
+    runner = make_runner(read_model_config(folder, trust_remote_code=False), reference.state_dict(), dtype)
+    ids = greedy_ids(runner, [PROMPT], NUM_TOKENS)[0]
+    assert len(set(ids)) >= 3
+    with torch.no_grad():
+        logits = reference(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].float()
+    spread = logits.std().item()
+    gaps = logits.max(dim=1).values - logits.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+    assert gaps.max().item() < (0.1 if dtype == torch.bfloat16 else 0.02) * spread
+
+
+def test_a_prompt_longer_than_dynamic_rope_s_original_length_uses_one_table() -> None:
+    """Up to the original length as Hugging Face; beyond it, the table that Hugging Face makes for max_model_len."""
+    folder = checkpoint("llama, dynamic")
+    reference = reference_model(folder)
+    config = read_model_config(folder, trust_remote_code=False)
+    runner = make_runner(config, reference.state_dict(), max_model_len=200, max_num_batched_tokens=200)
+    prompt = [(29 * i + 7) % 254 + 2 for i in range(200)]
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0, -1]
+    assert (last_logits(runner, prompt) - expected).abs().max() < 1e-3
+
+
+def test_a_tied_head_in_the_file_is_ignored_and_inv_freq_too() -> None:
+    config = read_model_config(checkpoint("llama, tied"), trust_remote_code=False)
+    model = build_model(config, torch.float32, 128)
+    assert "lm_head.weight" not in model.weight_targets()
+    assert model.is_ignored("lm_head.weight")
+    assert model.is_ignored("model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not model.is_ignored("model.layers.0.self_attn.q_proj.weight")
+    untied = build_model(replace(config, tie_word_embeddings=False), torch.float32, 128)
+    assert "lm_head.weight" in untied.weight_targets()
+    assert not untied.is_ignored("lm_head.weight")
+
+
+def test_weight_targets_are_views_that_cover_every_parameter_once() -> None:
+    config = read_model_config(checkpoint("qwen3, biases"), trust_remote_code=False)
+    model = build_model(config, torch.float32, 128)
+    for number, target in enumerate(model.weight_targets().values()):
+        target.fill_(number)
+    for number, (name, target) in enumerate(model.weight_targets().items()):
+        assert (target == number).all(), name
+
+
+def test_unknown_architecture_is_refused_with_those_that_run() -> None:
+    with pytest.raises(StartupError, match=r"'BananaForCausalLM'.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+        model_class("BananaForCausalLM")
+
+
+def test_other_activation_is_refused() -> None:
+    config = read_model_config(checkpoint("llama"), trust_remote_code=False)
+    with pytest.raises(StartupError, match="hidden_act 'gelu'"):
+        build_model(replace(config, hidden_act="gelu"), torch.float32, 128)
