@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.entrypoints.test_native_protocol import BAD_BODIES
-from tests.helpers.server import Server, generate_bytes, running_server
+from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.server import REAL, Server, generate_bytes, read_response, running_server
 
 NUM_BODIES = 500
 NUM_STREAMS = 8
@@ -51,9 +54,22 @@ WRONG_VALUES: dict[str, list[Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server(script={"delay_s": 0.01}) as server:
+@contextmanager
+def running(kind: str, *flags: str) -> Iterator[Server]:
+    """The scripted engine, or the real one on a tiny model with a context that is long enough to leave it."""
+    if kind == "scripted":
+        with running_server(*flags, script={"delay_s": 0.01}) as server:
+            yield server
+    else:
+        model = str(cached_checkpoint(max_position_embeddings=4096))
+        size = ["--block-size", "8", "--num-kv-blocks", "1024"]
+        with running_server("--model", model, *size, *flags, module=REAL) as server:
+            yield server
+
+
+@pytest.fixture(scope="module", params=["scripted", "real"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with running(request.param) as server:
         yield server
 
 
@@ -78,7 +94,8 @@ def malformed_bodies(seed: int, count: int) -> Iterator[tuple[bytes, str]]:
 
 def test_malformed_bodies_disturb_nobody(server: Server) -> None:
     streams = [
-        {"prompt": f"stream {k}", "stream": True, "max_tokens": 60, "temperature": 0} for k in range(NUM_STREAMS)
+        {"prompt": f"stream {k}", "stream": True, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        for k in range(NUM_STREAMS)
     ]
     solo = [server.post(fields).messages() for fields in streams]
     free_before = server.metrics()["num_free_kv_blocks"]
@@ -115,7 +132,7 @@ def test_large_bodies_do_not_delay_other_streams(server: Server) -> None:
     size = 8 * 2**20
     bodies = [b'{"prompt":"' + b"x" * size + b'"}', b'{"prompt":[' + b"1," * (size // 8) + b"1]}"]
     with server.connect() as stream, ThreadPoolExecutor(2) as pool:
-        stream.sendall(generate_bytes({"prompt": "a", "stream": True, "max_tokens": 1000}))
+        stream.sendall(generate_bytes({"prompt": "a", "stream": True, "max_tokens": 3000, "ignore_eos": True}))
         assert stream.recv(65536)
         refusals = [pool.submit(server.post, body) for body in bodies]
         gaps = []
@@ -130,7 +147,7 @@ def test_large_bodies_do_not_delay_other_streams(server: Server) -> None:
 def leave(server: Server, seed: int) -> None:
     """A client that streams or not, and leaves at a random moment: before, while or after it is served."""
     generator = random.Random(seed)
-    fields = {"prompt": f"client {seed}", "stream": generator.random() < 0.5, "max_tokens": 200, "ignore_eos": True}
+    fields = {"prompt": f"client {seed}", "stream": generator.random() < 0.5, "max_tokens": 400, "ignore_eos": True}
     request = generate_bytes(fields)
     with server.connect() as connection:
         connection.sendall(request[: generator.choice([len(request), len(request), len(request) - 5, 30])])
@@ -154,9 +171,10 @@ def wait_until_idle(server: Server, within_s: float) -> None:
         time.sleep(0.02)
 
 
-def test_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("kind", ["scripted", "real"])
+def test_clients_that_leave_at_random_moments_leave_nothing_behind(kind: str) -> None:
     """Eight are served at a time, so most of those that leave are still in the queue."""
-    with running_server("--max-num-seqs", "8", script={"delay_s": 0.005}) as server:
+    with running(kind, "--max-num-seqs", "8") as server:
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             list(pool.map(leave, [server] * NUM_CLIENTS, range(NUM_CLIENTS)))
         wait_until_idle(server, within_s=1)
@@ -167,12 +185,15 @@ def test_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
         assert "Unhandled" not in server.log
 
 
+@pytest.mark.parametrize("kind", ["scripted", "real"])
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_running_and_queued_requests_of_clients_that_left_are_aborted(is_stream: bool) -> None:
-    with running_server("--max-num-seqs", "1", script={"delay_s": 0.01}) as server:
+def test_running_and_queued_requests_of_clients_that_left_are_aborted(kind: str, is_stream: bool) -> None:
+    with running(kind, "--max-num-seqs", "1") as server:
         connections = [server.connect() for _ in range(4)]
         for connection in connections:
-            connection.sendall(generate_bytes({"prompt": "a", "stream": is_stream, "max_tokens": 100_000}))
+            connection.sendall(
+                generate_bytes({"prompt": "a", "stream": is_stream, "max_tokens": 4000, "ignore_eos": True})
+            )
         deadline = time.monotonic() + 10
         while (metrics := server.metrics())["num_requests_running"] + metrics["num_requests_waiting"] < 4:
             assert time.monotonic() < deadline
@@ -181,3 +202,28 @@ def test_running_and_queued_requests_of_clients_that_left_are_aborted(is_stream:
         wait_until_idle(server, within_s=1)
         assert server.metrics()["num_requests_aborted_total"] == 4
         assert "Traceback" not in server.log
+
+
+def test_reader_that_stalls_stalls_only_itself(server: Server) -> None:
+    """Its stream is larger than what the kernel buffers, so the server has to wait for it, and loses nothing."""
+    asked = {
+        "prompt": "!delay=0.001 " + "s" * 3000,
+        "stream": True,
+        "max_tokens": 1000,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    quick = {"prompt": "quick", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    expected = server.text(**quick)
+    with socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.settimeout(60)
+        stalled.connect(("127.0.0.1", server.port))
+        stalled.sendall(generate_bytes(asked))
+        assert stalled.recv(1, socket.MSG_PEEK)
+        for _ in range(10):
+            assert server.text(**quick) == expected
+        response = read_response(stalled)
+    assert response.is_complete
+    assert len(response.messages()) == 1000
+    wait_until_idle(server, within_s=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import socket
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import requests
 
+from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.fake_server import MAX_PROMPT_CHARS, PIECES
-from tests.helpers.server import Response, Server, generate_bytes, read_response, request_bytes, running_server
+from tests.helpers.server import REAL, Response, Server, generate_bytes, read_response, request_bytes, running_server
 
-ASKED: dict[str, Any] = {"prompt": "Hé", "max_tokens": 24, "temperature": 0}
+ASKED: dict[str, Any] = {"prompt": "Hé", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 ANSWER = "Hé" + "".join(PIECES) * 2
 STREAMED = {**ASKED, "stream": True}
 NASTY_PROMPTS = [
@@ -33,9 +35,31 @@ NASTY_PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def scripted() -> Iterator[Server]:
+    """A server whose engine plays back `PIECES`, so that every byte is known."""
     with running_server() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Server]:
+    """A server with a tiny model."""
+    with running_server("--model", str(cached_checkpoint()), "--num-kv-blocks", "64", module=REAL) as server:
+        yield server
+
+
+@pytest.fixture(params=["scripted", "real"])
+def server(request: pytest.FixtureRequest) -> Server:
+    server: Server = request.getfixturevalue(request.param)
+    return server
+
+
+@functools.cache
+def reference(server: Server) -> str:
+    """What the server answered to `ASKED` the first time."""
+    text = server.text(**ASKED)
+    assert len(text) > len(ASKED["prompt"])
+    return text
 
 
 def assert_refused(response: Response, status: int, *words: str) -> None:
@@ -48,16 +72,16 @@ def assert_refused(response: Response, status: int, *words: str) -> None:
     assert all(word in body["detail"] for word in words), body
 
 
-def test_answer_is_compact_json_in_raw_utf8(server: Server) -> None:
-    response = server.post(ASKED)
+def test_answer_is_compact_json_in_raw_utf8(scripted: Server) -> None:
+    response = scripted.post(ASKED)
     assert response.raw.startswith(b"HTTP/1.1 200 OK\r\n")
     assert response.headers["content-type"] == "application/json"
     assert response.headers["content-length"] == str(len(response.body))
     assert response.body == json.dumps({"text": [ANSWER]}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def test_stream_is_one_chunk_a_message_to_the_byte(server: Server) -> None:
-    response = server.post(STREAMED)
+def test_stream_is_one_chunk_a_message_to_the_byte(scripted: Server) -> None:
+    response = scripted.post(STREAMED)
     texts = list(itertools.accumulate(PIECES * 2, initial="Hé"))[1:]
     messages = [json.dumps({"text": [text]}).encode("ascii") + b"\0" for text in texts]
     assert response.chunks == messages
@@ -84,14 +108,14 @@ def test_stream_only_grows_and_ends_in_the_answer(server: Server) -> None:
     assert texts[-1] == server.text(**ASKED)
 
 
-def test_token_without_text_repeats_the_text(server: Server) -> None:
-    texts = server.post({**STREAMED, "max_tokens": 3}).messages()
+def test_token_without_text_repeats_the_text(scripted: Server) -> None:
+    texts = scripted.post({**STREAMED, "max_tokens": 3}).messages()
     assert texts[2] == texts[1]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 512, 8192])
 def test_old_clients_read_the_stream_in_chunks_of_any_size(server: Server, chunk_size: int) -> None:
-    asked = {"prompt": "abc", "stream": True, "max_tokens": 100, "temperature": 0}
+    asked = {**STREAMED, "max_tokens": 100}
     with requests.post(f"{server.url}/generate", json=asked, stream=True, timeout=30) as response:
         lines = list(response.iter_lines(chunk_size=chunk_size, decode_unicode=False, delimiter=b"\0"))
     texts = [json.loads(line)["text"][0] for line in lines if line]
@@ -99,8 +123,8 @@ def test_old_clients_read_the_stream_in_chunks_of_any_size(server: Server, chunk
     assert len(texts) == 100
 
 
-def test_first_message_comes_long_before_the_last(server: Server) -> None:
-    with server.connect() as connection:
+def test_first_message_comes_long_before_the_last(scripted: Server) -> None:
+    with scripted.connect() as connection:
         start = time.monotonic()
         connection.sendall(generate_bytes({"prompt": "!delay=0.02 x", "stream": True, "max_tokens": 100}))
         received = b""
@@ -124,48 +148,48 @@ def test_newline_delimiter() -> None:
 @pytest.mark.parametrize("content_type", [None, "application/json", "application/x-www-form-urlencoded", "text/plain"])
 def test_any_content_type(server: Server, content_type: str | None) -> None:
     headers = [f"Content-Type: {content_type}"] if content_type else []
-    assert server.post(ASKED, *headers).json() == {"text": [ANSWER]}
+    assert server.post(ASKED, *headers).json() == {"text": [reference(server)]}
 
 
 def test_chunked_request_body(server: Server) -> None:
     body = json.dumps(ASKED).encode()
     framed = b"".join(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in (body[:7], body[7:])) + b"0\r\n\r\n"
     request = request_bytes("POST", "/generate", b"", "Transfer-Encoding: chunked") + framed
-    assert server.exchange(request).json() == {"text": [ANSWER]}
+    assert server.exchange(request).json() == {"text": [reference(server)]}
 
 
 @pytest.mark.parametrize("stream", [True, 1, -0.5, "True", "false", [0], {"a": 1}])
 def test_stream_is_on_by_json_truthiness(server: Server, stream: Any) -> None:
-    assert server.post({**ASKED, "stream": stream}).messages()[-1] == ANSWER
+    assert server.post({**ASKED, "stream": stream}).messages()[-1] == reference(server)
 
 
 @pytest.mark.parametrize("stream", [False, None, 0, 0.0, "", [], {}])
 def test_stream_is_off_by_json_truthiness(server: Server, stream: Any) -> None:
-    assert server.post({**ASKED, "stream": stream}).json() == {"text": [ANSWER]}
+    assert server.post({**ASKED, "stream": stream}).json() == {"text": [reference(server)]}
 
 
 def test_null_is_the_default_of_every_optional_field(server: Server) -> None:
-    names = ["stream", "details", "stream_deltas", "n", "top_p", "stop", "seed", "logit_bias", "ignore_eos"]
-    assert server.text(**ASKED, **dict.fromkeys(names)) == ANSWER
+    names = ["stream", "details", "stream_deltas", "n", "top_p", "stop", "seed", "logit_bias", "top_k"]
+    assert server.text(**ASKED, **dict.fromkeys(names)) == reference(server)
 
 
 def test_prefix_pos_is_ignored(server: Server) -> None:
-    assert server.text(**ASKED, prefix_pos=3) == ANSWER
+    assert server.text(**ASKED, prefix_pos=3) == reference(server)
 
 
 def test_sixteen_tokens_by_default(server: Server) -> None:
-    assert len(server.post({"prompt": "a", "stream": True}).messages()) == 16
+    assert len(server.post({"prompt": "a", "stream": True, "ignore_eos": True}).messages()) == 16
 
 
 @pytest.mark.parametrize("prompt", NASTY_PROMPTS)
-def test_text_starts_with_the_prompt_as_it_was_sent(server: Server, prompt: str) -> None:
+def test_text_starts_with_the_prompt_as_it_was_sent(scripted: Server, prompt: str) -> None:
     fields = {"prompt": prompt, "max_tokens": 5, "temperature": 0}
-    text = server.text(**fields)
+    text = scripted.text(**fields)
     assert text.startswith(prompt)
     assert text[len(prompt) :] == "".join(PIECES[:5])
-    assert server.post({**fields, "stream": True}).messages()[-1] == text
+    assert scripted.post({**fields, "stream": True}).messages()[-1] == text
     raw = json.dumps(fields, ensure_ascii=False).encode()
-    assert server.post(raw).json() == {"text": [text]}
+    assert scripted.post(raw).json() == {"text": [text]}
 
 
 BAD_BODIES: list[tuple[bytes, str]] = [
@@ -226,8 +250,9 @@ BAD_BODIES: list[tuple[bytes, str]] = [
 
 @pytest.mark.parametrize("body, word", BAD_BODIES, ids=[body[:40].decode("latin-1") for body, _ in BAD_BODIES])
 def test_bad_body_is_400_that_names_the_fault(server: Server, body: bytes, word: str) -> None:
+    expected = reference(server)
     assert_refused(server.post(body), 400, word)
-    assert server.text(**ASKED) == ANSWER
+    assert server.text(**ASKED) == expected
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -238,18 +263,18 @@ def test_refusal_by_the_engine_is_400_for_streams_too(server: Server, is_stream:
 
 
 @pytest.mark.parametrize("num_chars", [900_000, 1_100_000])
-def test_bodies_around_a_mebibyte_pass(server: Server, num_chars: int) -> None:
+def test_bodies_around_a_mebibyte_pass(scripted: Server, num_chars: int) -> None:
     prompt = "x" * num_chars
-    assert server.text(prompt=prompt, max_tokens=1) == prompt + PIECES[0]
+    assert scripted.text(prompt=prompt, max_tokens=1) == prompt + PIECES[0]
 
 
-def test_body_of_escaped_cjk_is_no_413(server: Server) -> None:
+def test_body_of_escaped_cjk_is_no_413(scripted: Server) -> None:
     prompt = "你" * 300_000
-    assert server.text(prompt=prompt, max_tokens=1) == prompt + PIECES[0]
+    assert scripted.text(prompt=prompt, max_tokens=1) == prompt + PIECES[0]
 
 
-def test_prompt_beyond_the_context_is_400_that_names_both_lengths(server: Server) -> None:
-    response = server.post({"prompt": "x" * 8 * 2**20, "stream": True})
+def test_prompt_beyond_the_context_is_400_that_names_both_lengths(scripted: Server) -> None:
+    response = scripted.post({"prompt": "x" * 8 * 2**20, "stream": True})
     assert_refused(response, 400, str(8 * 2**20), str(MAX_PROMPT_CHARS))
 
 
@@ -270,21 +295,21 @@ def test_body_limit_can_be_set() -> None:
         assert server.text(**ASKED) == ANSWER
 
 
-def test_failure_in_mid_stream_closes_without_the_last_chunk(server: Server) -> None:
-    response = server.post({"prompt": "!fail=3 x", "stream": True})
+def test_failure_in_mid_stream_closes_without_the_last_chunk(scripted: Server) -> None:
+    response = scripted.post({"prompt": "!fail=3 x", "stream": True})
     assert response.status == 200
     assert not response.is_complete
     assert len(response.chunks) == 3
     assert b"\r\n0\r\n" not in response.raw
-    assert server.get("/health").status == 200
+    assert scripted.get("/health").status == 200
 
 
-def test_failure_before_the_first_message_is_500(server: Server) -> None:
-    assert_refused(server.post({"prompt": "!fail=0 x", "stream": True}), 500, "failed")
+def test_failure_before_the_first_message_is_500(scripted: Server) -> None:
+    assert_refused(scripted.post({"prompt": "!fail=0 x", "stream": True}), 500, "failed")
 
 
-def test_failure_without_stream_is_500(server: Server) -> None:
-    assert_refused(server.post({"prompt": "!fail=3 x"}), 500, "failed")
+def test_failure_without_stream_is_500(scripted: Server) -> None:
+    assert_refused(scripted.post({"prompt": "!fail=3 x"}), 500, "failed")
 
 
 def test_health_is_200_with_an_empty_body(server: Server) -> None:
@@ -359,22 +384,22 @@ def test_a_connection_serves_many_requests(server: Server) -> None:
             connection.sendall(generate_bytes(fields, "Connection: keep-alive"))
             response = read_response(connection)
             assert response.is_complete
-        assert response.json() == {"text": [ANSWER]}
+        assert response.json() == {"text": [reference(server)]}
 
 
 def test_http_1_0_streams_until_the_connection_closes(server: Server) -> None:
     request = generate_bytes(STREAMED).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
     response = server.exchange(request)
     assert "transfer-encoding" not in response.headers
-    assert response.messages()[-1] == ANSWER
+    assert response.messages()[-1] == reference(server)
 
 
-def test_many_connections_at_once_are_all_accepted(server: Server) -> None:
+def test_many_connections_at_once_are_all_accepted(scripted: Server) -> None:
     """The server is stopped meanwhile, so that all of them have to wait in the backlog."""
     connections = []
     try:
         for _ in range(300):
-            connections.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            connections.append(socket.create_connection(("127.0.0.1", scripted.port), timeout=30))
         for connection in connections:
             connection.sendall(generate_bytes(ASKED))
         assert all(read_response(connection).status == 200 for connection in connections)

@@ -110,7 +110,9 @@ def running_server(*flags: str, module: str = FAKE, script: dict[str, Any] | Non
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "stderr"
         with log_path.open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
         watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
         watchdog.start()
         try:
