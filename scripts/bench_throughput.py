@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
+from scripts.hugging_face import load_reference
 from vllm_lite import SamplingParams, build
 from vllm_lite.config import EngineConfig
 
@@ -69,13 +69,6 @@ def timed(run: Callable[[], list[list[int]]], num_tokens: int) -> float:
     return num_tokens / seconds
 
 
-def load_hugging_face(path: Path, dtype: torch.dtype) -> Any:
-    """The reference model of the same file."""
-    if path.suffix == ".gguf":
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
-
-
 def spread(values: list[float]) -> dict[str, float]:
     """Median, least and greatest."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -94,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     parts = build.build_parts(config)
     torch.set_num_threads(arguments.threads)
-    reference = load_hugging_face(parts.checkpoint_path, getattr(torch, config.torch_dtype_name))
+    reference = load_reference(parts.checkpoint_path, getattr(torch, config.torch_dtype_name))
     prompts = make_prompts(arguments.num_prompts, arguments.prompt_len, parts.model.vocab_size)
     num_tokens = arguments.num_prompts * arguments.output_len
     engine_run(parts, prompts, 2)

@@ -26,8 +26,8 @@ Submit = Callable[[build.EngineParts, list[SamplingParams]], dict[str, list[int]
 
 
 def make_parts(folder: Path, **overrides: Any) -> build.EngineParts:
-    settings: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 200, "seed": 0, **overrides}
-    return build.build_parts(EngineConfig(model=str(folder), **settings))
+    settings: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 200, "seed": 0, "num_threads": 1}
+    return build.build_parts(EngineConfig(model=str(folder), **{**settings, **overrides}))
 
 
 def collect(parts: build.EngineParts, ids: dict[str, list[int]]) -> None:

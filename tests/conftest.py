@@ -1,0 +1,8 @@
+"""Settings of the whole suite."""
+
+from __future__ import annotations
+
+import os
+
+# Several test processes share the cores, and tiny models gain nothing from a second thread. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
