@@ -150,9 +150,9 @@ class CollidingBlockMachine(BlockMachine):
 
 
 TestBlockManager = BlockMachine.TestCase
-TestBlockManager.settings = settings(max_examples=170, stateful_step_count=60, deadline=None)
+TestBlockManager.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestCollidingHash = CollidingBlockMachine.TestCase
-TestCollidingHash.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
+TestCollidingHash.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def computed(manager: BlockManager, token_ids: list[int]) -> BlockTable:

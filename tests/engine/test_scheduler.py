@@ -77,12 +77,22 @@ def test_no_more_than_max_num_seqs_run() -> None:
 
 
 def test_who_waits_is_not_overtaken() -> None:
-    engine, executor = make_engine(num_blocks=4), FakeExecutor()
+    engine, executor = make_engine(num_blocks=5), FakeExecutor()
     add(engine, 20, 20, 1, max_tokens=3)
     assert step(engine, executor) == [("0", 20)]
     assert step(engine, executor) == [("0", 1)], "the short one fits, but the long one came first"
     assert step(engine, executor) == [("0", 1)]
     assert step(engine, executor) == [("2", 1), ("1", 20)]
+
+
+def test_each_running_sequence_keeps_a_free_block_to_grow_into() -> None:
+    engine, executor = make_engine(num_blocks=4), FakeExecutor()
+    add(engine, 8, 8, 8, max_tokens=3)
+    assert step(engine, executor) == [("0", 8), ("1", 8)]
+    assert step(engine, executor) == [("0", 1), ("1", 1)]
+    assert step(engine, executor) == [("0", 1), ("1", 1)]
+    assert step(engine, executor) == [("2", 8)]
+    assert engine.stats().num_preemptions == 0
 
 
 def test_blocks_are_allocated_chunk_by_chunk() -> None:
@@ -106,28 +116,17 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
     assert engine._scheduler.running == [first, second]
 
 
-def test_who_was_preempted_does_not_come_back_in_the_same_step() -> None:
-    engine, executor = make_engine(num_blocks=3), FakeExecutor()
-    add(engine, 15, 1)
-    step(engine, executor)
-    step(engine, executor)
-    assert step(engine, executor) == [("0", 1)]
-    assert engine.stats().num_preemptions == 1
-
-
 def test_a_prompt_waits_for_blocks_rather_than_lose_its_own() -> None:
-    engine, executor = make_engine(num_blocks=6, max_num_batched_tokens=9), FakeExecutor()
-    add(engine, 7, max_tokens=8)
+    engine, executor = make_engine(num_blocks=8, max_num_batched_tokens=4), FakeExecutor()
+    add(engine, 4, max_tokens=17)
     step(engine, executor)
-    add(engine, 40, max_tokens=2)
-    assert step(engine, executor) == [("0", 1), ("1", 8)]
-    assert [step(engine, executor) for _ in range(3)][-1] == [("0", 1), ("1", 8)]
-    assert step(engine, executor) == [("0", 1)], "the older request took the last block"
+    add(engine, 48, max_tokens=2)
+    assert [step(engine, executor) for _ in range(13)] == [[("0", 1), ("1", 3)]] * 13
+    assert step(engine, executor) == [("0", 1), ("1", 1)], "the older request took the last block"
+    assert step(engine, executor) == [("0", 1)]
+    while engine.has_unfinished:
+        step(engine, executor)
     assert engine.stats().num_preemptions == 0
-    for _ in range(20):
-        if engine.has_unfinished:
-            step(engine, executor)
-    assert not engine.has_unfinished and engine.stats().num_preemptions == 0
 
 
 def test_a_long_request_finishes_in_a_steady_flow_of_short_ones() -> None:

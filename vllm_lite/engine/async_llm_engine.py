@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_lite.engine.llm_engine import EngineStats, Executor, LLMEngine
+from vllm_lite.engine.step import StepInput
 from vllm_lite.errors import EngineDeadError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, RequestDelta
 from vllm_lite.sampling_params import SamplingParams
@@ -153,9 +154,10 @@ class AsyncLLMEngine:
             await asyncio.wait_for(self._is_idle.wait(), grace_s)
         except asyncio.TimeoutError:
             for request_id, stream in self._streams.items():
-                outputs = tuple(CompletionDelta(i, "", (), "abort") for i in range(stream.num_outputs))
-                unstarted = RequestDelta(request_id, outputs, finished=True)
-                stream.put(self._engine.abort(request_id) or unstarted)
+                if not stream.has_ended:
+                    outputs = tuple(CompletionDelta(i, "", (), "abort") for i in range(stream.num_outputs))
+                    unstarted = RequestDelta(request_id, outputs, finished=True)
+                    stream.put(self._engine.abort(request_id) or unstarted)
 
     def stats(self) -> EngineStats:
         """A snapshot of gauges and counters."""
@@ -202,8 +204,9 @@ class AsyncLLMEngine:
         """Steps the engine while there is work. The one place that catches everything: nothing may die in silence."""
         try:
             while not self._is_stopping:
-                if self._engine.has_unfinished:
-                    await self._step()
+                step = self._engine.begin_step()
+                if step is not None:
+                    await self._compute(step)
                 else:
                     self._has_work.clear()
                     await self._has_work.wait()
@@ -212,10 +215,8 @@ class AsyncLLMEngine:
             self._death = f"The engine is dead: {error!r}"
             self._end_streams(self._death)
 
-    async def _step(self) -> None:
-        step = self._engine.begin_step()
-        if step is None:
-            return
+    async def _compute(self, step: StepInput) -> None:
+        """Has a step executed and hands out what came of it."""
         future = asyncio.get_running_loop().run_in_executor(self._compute_pool, self._executor.execute, step)
         await asyncio.wait([future])  # does not raise what the step raised
         error = future.exception()

@@ -102,15 +102,15 @@ class BlockManager:
             parent = self._prefix_of[block_id]
         return block_ids
 
-    def can_admit(self, group: Sequence[tuple[int, Sequence[int]]]) -> bool:
-        """Whether sequences fit into the free blocks together.
+    def can_admit(self, group: Sequence[tuple[int, Sequence[int]]], num_reserved: int = 0) -> bool:
+        """Whether sequences fit into the free blocks together and leave `num_reserved` of them.
 
         Each is its number of tokens and the blocks that `find_prefix` found for it.
         """
         num_new = sum(self.num_blocks_for(num_tokens) - len(block_ids) for num_tokens, block_ids in group)
         reused = {block_id for _, block_ids in group for block_id in block_ids}
         num_reused_from_free = sum(self._ref_counts[block_id] == 0 for block_id in reused)
-        return num_new + num_reused_from_free <= self.num_free_blocks
+        return num_new + num_reused_from_free + num_reserved <= self.num_free_blocks
 
     def share_prefix(self, table: BlockTable, prefix_block_ids: Sequence[int]) -> None:
         """Gives an empty table the blocks that `find_prefix` found."""

@@ -46,18 +46,16 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans the next step and gives its sequences the blocks they need. Empty only when there is no request."""
-        num_preemptions = self.num_preemptions
         budget = self._settings.max_num_batched_tokens
         scheduled, longer = self._schedule_decodes(budget)
         budget -= len(scheduled)
         for request, sequence in longer:
             if request.status is RequestStatus.RUNNING:
                 budget -= self._schedule_chunk(request, sequence, budget, scheduled)
-        if self.num_preemptions == num_preemptions:  # who was preempted a moment ago must not come back at once
-            while budget > 0 and self._can_admit():
-                request = self._admit()
-                for sequence in request.unfinished_sequences:
-                    budget -= self._schedule_chunk(request, sequence, budget, scheduled)
+        while budget > 0 and self._can_admit():
+            request = self._admit()
+            for sequence in request.unfinished_sequences:
+                budget -= self._schedule_chunk(request, sequence, budget, scheduled)
         assert scheduled or not (self.running or self.waiting), "a step without progress"
         scheduled.sort(key=_brings_several_tokens)
         return StepPlan(self._settings.block_size, scheduled)
@@ -133,7 +131,8 @@ class Scheduler:
         """Whether the request that waits longest fits now, all of its tokens.
 
         Blocks are allocated chunk by chunk, but nothing is promised twice: where an earlier prompt is not through yet,
-        the budget is used up.
+        the budget is used up. Each running sequence keeps a free block to grow into, or newcomers would be preempted
+        as soon as they are computed: under overload that wasted 30 % of all work in `scripts/kv_report`.
         """
         if not self.waiting:
             return False
@@ -142,7 +141,8 @@ class Scheduler:
         if num_running + len(sequences) > self._settings.max_num_seqs:
             return False
         find_prefix = self._block_manager.find_prefix
-        return self._block_manager.can_admit([(s.num_tokens, find_prefix(s.token_ids)) for s in sequences])
+        group = [(sequence.num_tokens, find_prefix(sequence.token_ids)) for sequence in sequences]
+        return self._block_manager.can_admit(group, num_reserved=num_running)
 
     def _admit(self) -> Request:
         """Moves the request that waits longest to the running ones, with what blocks of its prompt exist already."""
