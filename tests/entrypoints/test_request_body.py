@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 
@@ -33,9 +32,9 @@ def test_prompt_of_many_commas_is_a_prompt() -> None:
 
 @pytest.mark.parametrize("item", [b"1", b"[]", b"{}", b'"a"', b"1.5"])
 def test_other_threads_run_while_a_body_of_many_values_is_parsed(item: bytes) -> None:
-    """A parser in C would hold the interpreter for the whole body; 50 ms is ten times the switching interval."""
+    """A parser in C would hold the interpreter for the whole body, and the main thread would run once or twice."""
     body = b'{"prompt": [' + b",".join([item] * (MIB // (len(item) + 1))) + b"]}"
-    failures: list[Exception] = []
+    failures: list[RequestError] = []
 
     def parse() -> None:
         try:
@@ -44,11 +43,10 @@ def test_other_threads_run_while_a_body_of_many_values_is_parsed(item: bytes) ->
             failures.append(error)
 
     thread = threading.Thread(target=parse)
-    longest = 0.0
+    num_turns = 0
     thread.start()
     while thread.is_alive():
-        start = time.perf_counter()
-        time.sleep(0.001)
-        longest = max(longest, time.perf_counter() - start)
+        thread.join(0.001)
+        num_turns += 1
     assert "lists of prompts" in str(failures[0])
-    assert longest < 0.2
+    assert num_turns > 10
