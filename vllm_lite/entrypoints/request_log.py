@@ -72,4 +72,3 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
             return "client left"
         outcome = "refused" if isinstance(error, (RequestError, web.HTTPException)) else "failed"
         return f"{outcome}: {str(error)[:200]!r}"
-
