@@ -152,6 +152,16 @@ def test_a_prefix_is_shared_from_the_step_after_it_was_computed() -> None:
     assert (engine.stats().num_prefix_hit_tokens, engine.stats().num_prefix_queried_tokens) == (16, 60)
 
 
+def test_a_request_for_prompt_logprobs_computes_its_whole_prompt() -> None:
+    engine, executor = make_engine(), FakeExecutor()
+    engine.add_request("a", None, [34] * 20, greedy())
+    step(engine, executor)
+    request = engine.prepare("b", None, [34] * 20, greedy())
+    request.params = replace(request.params, prompt_logprobs=1)
+    engine.enqueue(request)
+    assert step(engine, executor) == [("a", 1), ("b", 20)]
+
+
 def started_group(engine: LLMEngine, executor: FakeExecutor, prompt: list[int]) -> Request:
     """A request as the modes with several candidates will have them: one prompt is computed, then forked."""
     request = engine.add_request("group", None, prompt, greedy())

@@ -140,8 +140,7 @@ class Scheduler:
         num_running = sum(len(request.unfinished_sequences) for request in self.running)
         if num_running + len(sequences) > self._settings.max_num_seqs:
             return False
-        find_prefix = self._block_manager.find_prefix
-        group = [(sequence.num_tokens, find_prefix(sequence.token_ids)) for sequence in sequences]
+        group = [(sequence.num_tokens, self._find_prefix(self.waiting[0], sequence)) for sequence in sequences]
         return self._block_manager.can_admit(group, num_reserved=num_running)
 
     def _admit(self) -> Request:
@@ -150,12 +149,18 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         for sequence in request.unfinished_sequences:
-            block_ids = self._block_manager.find_prefix(sequence.token_ids)
+            block_ids = self._find_prefix(request, sequence)
             self._block_manager.share_prefix(sequence.blocks, block_ids)
             sequence.num_computed_tokens = len(block_ids) * self._settings.block_size
             self.num_prefix_queried_tokens += sequence.num_tokens
             self.num_prefix_hit_tokens += sequence.num_computed_tokens
         return request
+
+    def _find_prefix(self, request: Request, sequence: Sequence) -> list[int]:
+        """The blocks that need not be computed. Logits of the prompt exist only where it is computed."""
+        if request.params.prompt_logprobs is not None:
+            return []
+        return self._block_manager.find_prefix(sequence.token_ids)
 
     def _free_blocks(self, request: Request) -> None:
         for sequence in request.sequences:
