@@ -21,6 +21,7 @@ from vllm_lite.tokenizer import load_tokenizer
 from vllm_lite.worker.checkpoint import Checkpoint, open_checkpoint, tokenizer_path
 from vllm_lite.worker.dtype import resolve_dtype
 from vllm_lite.worker.executor import LocalExecutor
+from vllm_lite.worker.gguf_header import open_gguf
 from vllm_lite.worker.hf_config import derived_max_model_len
 from vllm_lite.worker.kv_cache import available_memory, choose_num_blocks
 from vllm_lite.worker.model_runner import ModelRunner
@@ -141,12 +142,15 @@ def num_available_cores() -> int:
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
     is_own = config.tokenizer is None
+    path = tokenizer_path(config, checkpoint)
+    metadata = checkpoint.gguf_metadata if is_own else None
+    if not is_own and path.suffix == ".gguf":
+        metadata = open_gguf(path).metadata
     return load_tokenizer(
-        tokenizer_path(config, checkpoint),
+        path,
         mode=config.tokenizer_mode,
-        gguf_metadata=checkpoint.gguf_metadata if is_own else None,
+        gguf_metadata=metadata,
         trust_remote_code=config.trust_remote_code,
-        revision=config.revision if is_own else config.tokenizer_revision,
     )
 
 

@@ -1,0 +1,56 @@
+"""What the composition root decides itself: the context, the end ids, whose tokenizer it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.checkpoints import cached_checkpoint, copy_checkpoint, edit_json
+from vllm_lite import build
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import StartupError
+from vllm_lite.worker.hub import default_model_path
+
+
+def make_parts(**fields: Any) -> build.EngineParts:
+    return build.build_parts(EngineConfig(num_kv_blocks=64, num_threads=1, dtype="float32", **fields))
+
+
+def test_context_is_the_checkpoints_or_less() -> None:
+    folder = str(cached_checkpoint("llama"))
+    assert make_parts(model=folder).settings.max_model_len == 128
+    assert make_parts(model=folder, max_model_len=50).settings.max_model_len == 50
+    with pytest.raises(StartupError, match=r"--max-model-len 129 is more than the checkpoint's context of 128 tokens"):
+        make_parts(model=folder, max_model_len=129)
+
+
+def test_dynamic_rope_goes_beyond_its_length_when_asked() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    folder = str(cached_checkpoint("llama", rope_parameters=rope))
+    assert make_parts(model=folder).settings.max_model_len == 128
+    assert make_parts(model=folder, max_model_len=256).settings.max_model_len == 256
+    with pytest.raises(StartupError, match="context of 256 tokens"):
+        make_parts(model=folder, max_model_len=257)
+
+
+def test_context_larger_than_the_cache_names_both_and_the_way_out() -> None:
+    folder = str(cached_checkpoint("llama"))
+    with pytest.raises(StartupError, match=r"128 tokens.*7 blocks.*--max-model-len.*--num-kv-blocks"):
+        build.build_parts(EngineConfig(model=folder, num_kv_blocks=7))
+
+
+def test_end_ids_are_the_union_of_all_files(tmp_path: Path) -> None:
+    folder = copy_checkpoint(cached_checkpoint("llama"), tmp_path / "model")
+    edit_json(folder / "config.json", eos_token_id=[5, 6])
+    edit_json(folder / "generation_config.json", eos_token_id=7)
+    assert make_parts(model=str(folder)).settings.eos_token_ids == {1, 5, 6, 7}  # 1 is the tokenizer's
+
+
+def test_tokenizer_of_another_model() -> None:
+    folder = str(cached_checkpoint("llama", vocab_size=49152))
+    own = make_parts(model=folder).tokenizer.encode("hello world")
+    other = make_parts(model=folder, tokenizer=str(default_model_path())).tokenizer.encode("hello world")
+    assert len(own) == 11
+    assert len(other) == 2
