@@ -225,6 +225,18 @@ async def test_one_poisonous_prompt_never_kills_the_engine() -> None:
         assert len(await collect(engine, "good", "1234", greedy())) == 30
 
 
+class Exhausted(FakeExecutor):
+    def execute(self, step: StepInput) -> StepOutput:
+        raise StopIteration
+
+
+async def test_an_error_that_no_future_can_hold_fails_the_request_like_any_other() -> None:
+    async with running(Exhausted()) as engine:
+        with pytest.raises(RequestFailedError, match="StopIteration"):
+            await asyncio.wait_for(collect(engine, "r", "abc", greedy()), PATIENCE_S)
+        assert engine.is_alive
+
+
 async def test_the_same_error_for_all_prompts_kills_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     async with running(FailingExecutor(lambda *_: True), max_num_seqs=1) as engine:
         tasks = [collect(engine, prompt, prompt, greedy()) for prompt in PROMPTS]

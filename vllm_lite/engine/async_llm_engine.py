@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_lite.engine.llm_engine import EngineStats, Executor, LLMEngine
-from vllm_lite.engine.step import StepInput
+from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.errors import EngineDeadError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, RequestDelta
 from vllm_lite.sampling_params import SamplingParams
@@ -217,7 +217,7 @@ class AsyncLLMEngine:
 
     async def _compute(self, step: StepInput) -> None:
         """Has a step executed and hands out what came of it."""
-        future = asyncio.get_running_loop().run_in_executor(self._compute_pool, self._executor.execute, step)
+        future = asyncio.get_running_loop().run_in_executor(self._compute_pool, self._execute, step)
         await asyncio.wait([future])  # does not raise what the step raised
         error = future.exception()
         if error is not None:
@@ -231,6 +231,13 @@ class AsyncLLMEngine:
             self._put(request_id, failure)
         if self._stats_log is not None:
             self._stats_log.log_if_due(time.monotonic())
+
+    def _execute(self, step: StepInput) -> StepOutput:
+        """On the compute thread. A StopIteration cannot be an asyncio future's exception: the step would never end."""
+        try:
+            return self._executor.execute(step)
+        except StopIteration as error:
+            raise RuntimeError(f"the step raised {error!r}") from error
 
     def _fail_step(self, error: BaseException) -> None:
         request_ids = self._engine.fail_step(error)
