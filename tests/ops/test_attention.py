@@ -206,7 +206,7 @@ def gathered_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_long_context_pads_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = gathered_sizes(monkeypatch)
     check(make_batch([(1, 700), *[(1, 9)] * 30]))
-    assert sum(sizes) == 2 * (704 + 30 * 16) * 2 * 8
+    assert sum(sizes) == 2 * (700 + 30 * 9) * 2 * 8
 
 
 def test_gathers_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

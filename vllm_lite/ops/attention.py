@@ -8,8 +8,8 @@ How a step is cut depends on its lengths, not on the layer, so it is derived onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -21,6 +21,8 @@ MAX_QUERIES_OF_TILE = 256
 """Queries of one sequence in a tile: shorter tiles skip more of the keys that causality hides."""
 MAX_PADDING = 2
 """No sequence of a tile is longer than this many times the shortest."""
+MAX_MASK_KEPT = 2**20
+"""Elements up to which a tile's mask is kept for the layers to come."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,12 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Tile:
-    """B pieces, padded to Q queries and L keys. Padded queries repeat the piece's last one."""
+    """B pieces, padded to Q queries and L keys. Padded queries repeat their piece's last one."""
 
     rows: torch.Tensor
     """[B, Q] int64, where in the step's tokens the queries lie."""
+    row_range: slice | None
+    """The same where they lie one after the other, none padded."""
     is_query: torch.Tensor | None
     """[B, Q] false for padding; None where nothing is padded."""
     query_positions: torch.Tensor
@@ -52,9 +56,15 @@ class _Tile:
     key_positions: torch.Tensor
     """[B, L] int64"""
     head_blocks: torch.Tensor
-    """[B * num_kv_heads * L / block_size] int64, rows of the cache seen as [num_blocks * num_kv_heads, ...]."""
-    is_dead: torch.Tensor | None
-    """[B, 1, K, 1] true for those of the last K keys that belong to no sequence or are in nobody's window."""
+    """[N] int64, rows of the cache seen as [num_blocks * num_kv_heads, block_size * head_dim]; N is B * num_kv_heads
+    times the blocks of a piece."""
+    key_range: slice
+    """The L keys among those of the gathered blocks."""
+    dead_rows: torch.Tensor | None
+    """int64, the gathered [N * block_size, head_dim] that lie in the L keys but are seen by no query of their piece."""
+    mask: torch.Tensor | None
+    """As `_mask` gives, if it is small enough to keep."""
+    needs_mask: bool
 
 
 def attend(
@@ -82,16 +92,32 @@ def attend(
     [num_heads] float32: slope * (key position - query position) is added to a score. soft_cap: a scaled score s becomes
     soft_cap * tanh(s / soft_cap). What lies in slots beyond a context never matters, be it NaN.
     """
-    num_heads = query.shape[1] if alibi_slopes is not None or soft_cap is not None else 1
+    is_plain = alibi_slopes is not None or soft_cap is not None
+    scores_per_key = query.shape[1] if is_plain else 1
 
     def cut() -> list[_Tile]:
-        return list(_tiles(workspace, shape, key_cache, query_starts, context_lens, block_tables, window, num_heads))
+        cache = key_cache.shape
+        budget = workspace.scratch_bytes
+        lens = query_starts[: shape.num_seqs + 1].tolist(), context_lens[: shape.num_seqs].tolist()
+        groups = _groups(*lens, cache, key_cache.dtype.itemsize, window, scores_per_key, budget)
+        return [_tile(group, block_tables, cache, window, query.dtype) for group in groups]
 
-    for tile in workspace.once_a_step(("attention", window, num_heads, key_cache.shape), cut):
+    for tile in workspace.once_a_step(("attention", window, is_plain), cut):
+        num_seqs, num_queries = tile.rows.shape
         key, value = _gather(workspace, tile, key_cache, value_cache)
-        mask = _mask(tile, window, alibi_slopes)
-        result = _softmax_average(query[tile.rows], key, value, mask, scale, soft_cap)
-        if tile.is_query is None:
+        mask = _mask(tile, window, query.dtype) if tile.needs_mask and tile.mask is None else tile.mask
+        if tile.row_range is None:
+            queries = query[tile.rows]
+        else:
+            queries = query[tile.row_range].view(num_seqs, num_queries, *query.shape[1:])
+        if is_plain:
+            bias = None if alibi_slopes is None else _alibi(tile, alibi_slopes)
+            result = _plain_attention(queries, key, value, mask, scale, soft_cap, bias)
+        else:
+            result = _fused_attention(queries, key, value, mask, scale)
+        if tile.row_range is not None:
+            out[tile.row_range].view(result.shape).copy_(result)
+        elif tile.is_query is None:
             out[tile.rows] = result
         else:
             out[tile.rows[tile.is_query]] = result[tile.is_query]
@@ -102,50 +128,39 @@ def _gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tile's keys and values, [B, num_kv_heads, L, head_dim] each. Dead ones are 0, for 0 * NaN is NaN."""
     _, num_kv_heads, block_size, head_dim = key_cache.shape
-    num_seqs, num_keys = tile.key_positions.shape
-    flat = (tile.head_blocks.shape[0], block_size * head_dim)
-    gathered = workspace.scratch(key_cache.dtype, flat, flat)
-    for cache, part in zip((key_cache, value_cache), gathered):
-        torch.index_select(cache.view(-1, block_size * head_dim), 0, tile.head_blocks, out=part)
-    key, value = (part.view(num_seqs, num_kv_heads, num_keys, head_dim) for part in gathered)
-    if tile.is_dead is not None:
-        first = num_keys - tile.is_dead.shape[2]
-        key[:, :, first:].masked_fill_(tile.is_dead, 0.0)
-        value[:, :, first:].masked_fill_(tile.is_dead, 0.0)
+    size = (tile.head_blocks.shape[0], block_size * head_dim)
+    parts = workspace.scratch(key_cache.dtype, size, size)
+    for cache, part in zip((key_cache, value_cache), parts):
+        torch.index_select(cache.view(-1, size[1]), 0, tile.head_blocks, out=part)
+        if tile.dead_rows is not None:
+            part.view(-1, head_dim).index_fill_(0, tile.dead_rows, 0.0)
+    key, value = (part.view(tile.rows.shape[0], num_kv_heads, -1, head_dim)[:, :, tile.key_range] for part in parts)
     return key, value
 
 
-def _mask(tile: _Tile, window: int | None, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
-    """[B, 1, Q, L] true for what a query sees, or with ALiBi [B, num_heads, Q, L] float32 to be added."""
-    distance = tile.key_positions[:, None, :] - tile.query_positions[:, :, None]
-    is_seen = distance <= 0
+def _mask(tile: _Tile, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """[B, 1, Q, L] in the query's dtype: 0 for what a query sees, -inf for what it does not."""
+    distance = tile.key_positions[:, None, None, :] - tile.query_positions[:, None, :, None]
+    is_hidden = distance > 0
     if window is not None:
-        is_seen &= distance > -window
-    if alibi_slopes is None:
-        return is_seen[:, None]
-    bias = alibi_slopes[:, None, None] * distance[:, None]
-    return bias.masked_fill_(~is_seen[:, None], -torch.inf)
+        is_hidden |= distance <= -window
+    return torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device).masked_fill_(is_hidden, -torch.inf)
 
 
-def _softmax_average(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
+def _alibi(tile: _Tile, slopes: torch.Tensor) -> torch.Tensor:
+    """[B, num_heads, Q, L] float32."""
+    distance = tile.key_positions[:, None, None, :] - tile.query_positions[:, None, :, None]
+    return slopes[:, None, None] * distance
+
+
+def _fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """query [B, Q, num_heads, D]; key and value [B, num_kv_heads, L, D]; mask as `_mask` gives. As the query."""
+    """query and result [B, Q, num_heads, D]; key and value [B, num_kv_heads, L, D]; mask [B, 1, Q, L]."""
     num_seqs, num_queries, num_heads, head_dim = query.shape
-    if soft_cap is not None:
-        return _soft_capped(query, key, value, mask, scale, soft_cap)
-    if mask.is_floating_point():
-        mask = mask.to(query.dtype)
     if num_queries == 1:
         # The heads that share a key head become the queries of one head: the keys are read once.
         grouped = query.view(num_seqs, key.shape[1], num_heads // key.shape[1], head_dim)
-        if mask.is_floating_point():
-            mask = mask.view(num_seqs, *grouped.shape[1:3], mask.shape[-1])
         result = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
         return result.reshape(query.shape)
     result = functional.scaled_dot_product_attention(
@@ -154,40 +169,61 @@ def _softmax_average(
     return result.transpose(1, 2)
 
 
-def _soft_capped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, soft_cap: float
+def _plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same by plain products in float32: torch's fused attention cannot cap scores."""
-    repeats = query.shape[2] // key.shape[1]
-    keys, values = (part.float().repeat_interleave(repeats, dim=1) for part in (key, value))
-    scores = query.transpose(1, 2).float() @ keys.transpose(2, 3) * scale
-    scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
-    return (torch.softmax(scores, dim=-1) @ values).transpose(1, 2).to(query.dtype)
+    """The same step by step in float32: torch's fused attention caps no scores and rounds what is added to them."""
+    num_seqs, num_queries, num_heads, head_dim = query.shape
+    grouped = query.transpose(1, 2).float().reshape(num_seqs, key.shape[1], -1, head_dim)
+    scores = grouped @ key.float().transpose(2, 3) * scale
+    scores = scores.view(num_seqs, num_heads, num_queries, -1)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1).view(*grouped.shape[:3], -1)
+    return (weights @ value.float()).view(num_seqs, num_heads, num_queries, head_dim).transpose(1, 2).to(query.dtype)
 
 
-def _tiles(
-    workspace: Workspace,
-    shape: StepShape,
-    key_cache: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+def _groups(
+    starts: list[int],
+    lens: list[int],
+    cache: torch.Size,
+    itemsize: int,
     window: int | None,
-    num_mask_heads: int,
-) -> Iterator[_Tile]:
-    _, num_kv_heads, block_size, head_dim = key_cache.shape
-    bytes_per_key = 2 * num_kv_heads * head_dim * key_cache.dtype.itemsize
-    bytes_per_score = 4 * num_mask_heads
-    starts, lens = query_starts[: shape.num_seqs + 1].tolist(), context_lens[: shape.num_seqs].tolist()
-    max_queries = max(1, workspace.scratch_bytes // (bytes_per_score * max(1, shape.max_context_len)))
-    pieces = list(_pieces(starts, lens, block_size, window, min(max_queries, MAX_QUERIES_OF_TILE)))
-
-    def cost(num_pieces: int, num_queries: int, num_blocks: int) -> int:
-        return num_pieces * num_blocks * block_size * (bytes_per_key + num_queries * bytes_per_score)
-
-    for group in _groups(pieces, cost, workspace.scratch_bytes):
-        yield _tile(group, block_tables, block_size, num_kv_heads, window)
+    scores_per_key: int,
+    budget: int,
+) -> Iterator[list[_Piece]]:
+    """Pieces of like size, as many together as the budget of bytes allows, at least one. Decodes stay apart."""
+    _, num_kv_heads, block_size, head_dim = cache
+    max_queries = budget // (4 * scores_per_key * max(lens, default=1)) if any(lens) else 1
+    max_queries = max(1, min(max_queries, MAX_QUERIES_OF_TILE))
+    bytes_per_key = 2 * num_kv_heads * head_dim * itemsize
+    pieces = list(_pieces(starts, lens, block_size, window, max_queries))
+    group: list[_Piece] = []
+    most_queries = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.num_queries > 1, piece.num_blocks, piece.num_queries)):
+        most_queries = max(most_queries, piece.num_queries)
+        num_keys = (len(group) + 1) * piece.num_blocks * block_size
+        if group and (
+            (piece.num_queries > 1) != (group[0].num_queries > 1)
+            or piece.num_blocks > MAX_PADDING * group[0].num_blocks
+            or most_queries > MAX_PADDING * min(other.num_queries for other in (*group, piece))
+            or num_keys * (bytes_per_key + 4 * scores_per_key * most_queries) > budget
+        ):
+            yield group
+            group, most_queries = [], piece.num_queries
+        group.append(piece)
+    if group:
+        yield group
 
 
 def _pieces(
@@ -205,47 +241,48 @@ def _pieces(
             yield _Piece(sequence, row, first_position, num_queries, first_block, num_blocks)
 
 
-def _groups(pieces: list[_Piece], cost: Callable[[int, int, int], int], budget: int) -> Iterator[list[_Piece]]:
-    """Pieces of like size, as many together as the budget of bytes allows, at least one. Decodes stay apart."""
-    group: list[_Piece] = []
-    most_queries = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.num_queries > 1, piece.num_blocks, piece.num_queries)):
-        most_queries = max(most_queries, piece.num_queries)
-        if group and (
-            (piece.num_queries > 1) != (group[0].num_queries > 1)
-            or piece.num_blocks > MAX_PADDING * group[0].num_blocks
-            or most_queries > MAX_PADDING * min(other.num_queries for other in (*group, piece))
-            or cost(len(group) + 1, most_queries, piece.num_blocks) > budget
-        ):
-            yield group
-            group, most_queries = [], piece.num_queries
-        group.append(piece)
-    if group:
-        yield group
-
-
 def _tile(
-    group: list[_Piece], block_tables: torch.Tensor, block_size: int, num_kv_heads: int, window: int | None
+    group: list[_Piece], block_tables: torch.Tensor, cache: torch.Size, window: int | None, dtype: torch.dtype
 ) -> _Tile:
+    _, num_kv_heads, block_size, _ = cache
     device = block_tables.device
+    group = sorted(group, key=lambda piece: piece.first_row)
     sequence, first_row, first_position, num_queries, first_block, num_blocks = (
         torch.tensor(column, device=device).unsqueeze(1) for column in zip(*map(astuple, group))
     )
-    most_blocks, most_queries = (max(getattr(p, name) for p in group) for name in ("num_blocks", "num_queries"))
+    most_blocks, most_queries = int(num_blocks.max()), int(num_queries.max())
     steps = torch.minimum(torch.arange(most_queries, device=device), num_queries - 1)
+    rows = first_row + steps
+    is_padded = bool((num_queries < most_queries).any())
+    is_in_order = not is_padded and int(rows[-1, -1] - rows[0, 0]) == rows.numel() - 1
+
     blocks = first_block + torch.arange(most_blocks, device=device).clamp_max(num_blocks - 1)
-    block_ids = block_tables[sequence, blocks].long()
     heads = torch.arange(num_kv_heads, device=device).unsqueeze(1)
-    key_positions = first_block * block_size + torch.arange(most_blocks * block_size, device=device)
-    first_seen = first_position + 1 - window if window is not None else torch.zeros_like(first_position)
-    is_dead = (key_positions >= first_position + num_queries) | (key_positions < first_seen)
-    first_dead = 0 if window is not None else min(p.end - p.first_block * block_size for p in group)
-    is_padded = any(p.num_queries < most_queries for p in group)
-    return _Tile(
-        rows=first_row + steps,
+    head_blocks = block_tables[sequence, blocks].long().unsqueeze(1) * num_kv_heads + heads
+
+    positions = first_block * block_size + torch.arange(most_blocks * block_size, device=device)
+    is_dead = positions >= first_position + num_queries
+    if window is not None:
+        is_dead |= positions <= first_position - window
+    alive = (~is_dead).any(dim=0).nonzero()
+    key_range = slice(int(alive[0]), int(alive[-1]) + 1)
+    is_outside = torch.ones_like(is_dead[0])
+    is_outside[key_range] = False
+    is_dead &= ~is_outside
+    dead_rows = is_dead.unsqueeze(1).expand(-1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
+    tile = _Tile(
+        rows=rows,
+        row_range=slice(int(rows[0, 0]), int(rows[-1, -1]) + 1) if is_in_order else None,
         is_query=torch.arange(most_queries, device=device) < num_queries if is_padded else None,
         query_positions=first_position + steps,
-        key_positions=key_positions,
-        head_blocks=(block_ids.unsqueeze(1) * num_kv_heads + heads).flatten(),
-        is_dead=is_dead[:, None, first_dead:, None] if is_dead.any() else None,
+        key_positions=positions[:, key_range],
+        head_blocks=head_blocks.flatten(),
+        key_range=key_range,
+        dead_rows=dead_rows if len(dead_rows) else None,
+        mask=None,
+        needs_mask=most_queries > 1 or len(dead_rows) > 0,
     )
+    num_scores = len(group) * most_queries * (key_range.stop - key_range.start)
+    if tile.needs_mask and num_scores <= MAX_MASK_KEPT:
+        tile = replace(tile, mask=_mask(tile, window, dtype))
+    return tile

@@ -27,14 +27,16 @@ def write(
     the last of one dtype.
     """
     n, block_size = shape.num_tokens, key_cache.shape[2]
-    slots = slot_mapping[:n].long()
-    key, value = key[:n], value[:n]
-    is_kept = slots >= 0
-    if not is_kept.all():
-        slots, key, value = slots[is_kept], key[is_kept], value[is_kept]
-    blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, :, offsets] = key
-    value_cache[blocks, :, offsets] = value
+
+    def locate() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        slots = slot_mapping[:n].long()
+        kept = None if (slots >= 0).all() else (slots >= 0).nonzero().squeeze(1)
+        slots = slots if kept is None else slots[kept]
+        return slots // block_size, slots % block_size, kept
+
+    blocks, offsets, kept = workspace.once_a_step("slots", locate)
+    key_cache[blocks, :, offsets] = key[:n] if kept is None else key[kept]
+    value_cache[blocks, :, offsets] = value[:n] if kept is None else value[kept]
 
 
 def copy_blocks(caches: list[torch.Tensor], sources: torch.Tensor, destinations: torch.Tensor) -> None:

@@ -18,9 +18,14 @@ def rotary(
     """
     n = shape.num_tokens
     half = cos_sin.shape[1] // 2
-    angles = cos_sin.index_select(0, positions[:n]).unsqueeze(1)
-    cos, sin = angles[..., :half], angles[..., half:]
+
+    def look_up() -> tuple[torch.Tensor, torch.Tensor]:
+        angles = cos_sin.index_select(0, positions[:n]).unsqueeze(1)
+        return angles[..., :half], angles[..., half:]
+
+    # Layers share a table, so its address tells tables apart.
+    cos, sin = workspace.once_a_step(("rotary", cos_sin.data_ptr()), look_up)
     first, second = heads[:n, :, :half], heads[:n, :, half : 2 * half]
-    turned = first * cos - second * sin
-    second.copy_(second * cos + first * sin)
+    turned = torch.addcmul(first * cos, second, sin, value=-1)
+    second.copy_(torch.addcmul(second * cos, first, sin))
     first.copy_(turned)
