@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("vllm_lite.replace_each_byte", _replace_each_byte)
+
+
+def text_of_bytes(data: bytes) -> str:
+    """UTF-8 with a U+FFFD for each byte that makes no character, as sentencepiece has it."""
+    return data.decode(errors="vllm_lite.replace_each_byte")
 
 
 @dataclass(frozen=True)

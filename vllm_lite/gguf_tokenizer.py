@@ -11,12 +11,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from vllm_lite.base_tokenizer import BaseTokenizer, TokenByteBound
 from vllm_lite.errors import StartupError
-from vllm_lite.sentencepiece_tokenizer import SPACE, SentencePieceTokenizer, processor_from_pieces
+from vllm_lite.sentencepiece_tokenizer import SentencePieceTokenizer, processor_from_pieces
 from vllm_lite.tokenizer_bound import token_byte_bound
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type`."""
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -148,7 +148,6 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> BaseTokenizer:
     types = _token_types(metadata)
     if UNKNOWN not in types:
         types[metadata.get("tokenizer.ggml.unknown_token_id", 0)] = UNKNOWN
-    longest = max(len(token.replace(SPACE, " ").encode()) for token in tokens)
     return SentencePieceTokenizer(
         processor_from_pieces(
             tokens,
@@ -158,14 +157,13 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> BaseTokenizer:
         ),
         added_tokens={},
         special_ids=frozenset(token_id for token_id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)),
-        bound=TokenByteBound(longest) if types.count(BYTE) == 256 else None,  # without bytes, unknown text is one token
         **_ends(metadata, adds_bos=True),
     )
 
 
 def _token_types(metadata: Mapping[str, Any]) -> list[int]:
     num_tokens = len(metadata["tokenizer.ggml.tokens"])
-    return list(metadata.get("tokenizer.ggml.token_type", [1] * num_tokens))
+    return [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", [1] * num_tokens)]
 
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:

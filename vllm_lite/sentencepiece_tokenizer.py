@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from vllm_lite.base_tokenizer import BaseTokenizer, TokenByteBound
+from vllm_lite.base_tokenizer import BaseTokenizer, TokenByteBound, text_of_bytes
 from vllm_lite.errors import StartupError
 
-UNKNOWN, CONTROL, BYTE = 2, 3, 6
-"""Types of pieces, in sentencepiece's file format as in GGUF's."""
+BYTE = 6
+"""The type of a piece that stands for a byte, in sentencepiece's file format as in GGUF's."""
 SPACE = "\u2581"
 BPE_MODEL = 2
+NORMALIZER_FIELD = 3
+"""Of a model; the next three are fields of a normaliser: character rules, a space before the text, extra blanks."""
+RULES_FIELD, ADD_SPACE_FIELD, REMOVE_BLANKS_FIELD = 2, 3, 4
 
 
 class SentencePieceTokenizer(BaseTokenizer):
@@ -36,7 +39,6 @@ class SentencePieceTokenizer(BaseTokenizer):
         bos_ids: Sequence[int],
         eos_ids: Sequence[int],
         eos_token_id: int | None,
-        bound: TokenByteBound | None = None,
     ) -> None:
         """`added_tokens` have ids beyond the model's; `bos_ids` and `eos_ids` are put around every prompt."""
         self._processor = processor
@@ -59,7 +61,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             vocab_size=max(self._bytes) + 1,
             eos_token_id=eos_token_id,
             special_ids=special_ids,
-            bound=bound,
+            bound=TokenByteBound(max(map(len, self._bytes.values()))) if _keeps_text(processor) else None,
         )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -73,7 +75,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         return [*self._bos_ids, *ids, *self._eos_ids] if add_special_tokens else ids
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = b"".join([self._bytes.get(token_id, b"") for token_id in token_ids]).decode(errors="replace")
+        text = text_of_bytes(b"".join([self._bytes.get(token_id, b"") for token_id in token_ids]))
         return text[1:] if self._strips_space and text.startswith(" ") else text
 
 
@@ -150,7 +152,45 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _keeps_text(processor: SentencePieceProcessor) -> bool:
+    """Whether each byte of a text ends up in a token: nothing is normalised away, and unknown text becomes bytes."""
+    num_bytes = sum(processor.is_byte(list(range(processor.get_piece_size()))))
+    parts = dict(_fields(processor.serialized_model_proto()))
+    normalizer = parts.get(NORMALIZER_FIELD, b"")
+    fields = dict(_fields(normalizer)) if isinstance(normalizer, bytes) else {}
+    has_no_rules = not fields.get(RULES_FIELD)
+    keeps_blanks = fields.get(REMOVE_BLANKS_FIELD, 1) == 0
+    return num_bytes == 256 and has_no_rules and keeps_blanks
+
+
 # sentencepiece's file format is a protocol buffer: fields of a number, a wire type and a value.
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message; a nested message and a float are left as bytes."""
+    position = 0
+    while position < len(message):
+        key, position = _read_varint(message, position)
+        number, wire_type = key >> 3, key & 7
+        if wire_type == 0:
+            value, position = _read_varint(message, position)
+            yield number, value
+            continue
+        if wire_type == 2:
+            length, position = _read_varint(message, position)
+        else:
+            length = {1: 8, 5: 4}[wire_type]
+        yield number, message[position : position + length]
+        position += length
+
+
+def _read_varint(message: bytes, position: int) -> tuple[int, int]:
+    """A number and the position behind it."""
+    value = shift = 0
+    while message[position] > 0x7F:
+        value |= (message[position] & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+    return value | message[position] << shift, position + 1
 
 
 def _varint(value: int) -> bytes:

@@ -6,9 +6,10 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = (
@@ -60,30 +61,62 @@ def train_byte_level_bpe(vocab_size: int = 400) -> Tokenizer:
     return core
 
 
-def train_sentencepiece(folder: Path, vocab_size: int = 400, user_defined: Sequence[str] = ()) -> Path:
+def train_sentencepiece(
+    folder: Path,
+    *,
+    vocab_size: int = 400,
+    user_defined: Sequence[str] = (),
+    adds_space: bool = True,
+    **options: Any,
+) -> Path:
     """Trains Llama's kind of sentencepiece BPE (byte fallback, dummy prefix) and writes `folder/tokenizer.model`.
 
-    0 is `<unk>`, 1 is `<s>`, 2 is `</s>`, 3 to 258 are the bytes. Takes well under a second.
+    0 is `<unk>`, 1 is `<s>`, 2 is `</s>`, 3 to 258 are the bytes, but for the user defined symbols, which come between.
+    `options` are those of sentencepiece's trainer. Takes well under a second.
     """
     buffer = io.BytesIO()
+    settings: dict[str, Any] = {
+        "model_type": "bpe",
+        "vocab_size": vocab_size,
+        "byte_fallback": True,
+        "add_dummy_prefix": adds_space,
+        "character_coverage": 1.0,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+        "user_defined_symbols": list(user_defined),
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=buffer,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        character_coverage=1.0,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        user_defined_symbols=list(user_defined),
-        hard_vocab_limit=False,
-        minloglevel=2,
+        sentence_iterator=iter(CORPUS), model_writer=buffer, **(settings | options)
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.model"
     path.write_bytes(buffer.getvalue())
     return path
+
+
+def llama_fast_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """A tokenizer.model as transformers has Llama's: BPE with byte fallback. BOS is not added."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in pieces
+        if not piece.startswith("<")
+        for cut in range(1, len(piece))
+        if piece[:cut] in ids and piece[cut:] in ids
+    ]
+    core = Tokenizer(models.BPE(vocab=ids, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+    )
 
 
 def write_tokenizer_config(folder: Path, **fields: object) -> None:

@@ -68,26 +68,19 @@ class IncrementalDecoder:
         new = text[self._num_given :]
         self._num_given = max(0, self._num_given - len(text))
         closed, self._open = self._open[:num_ids], self._open[num_ids:]
-        # Blanks are no context: a tokenizer that strips a space at the start would strip the next one too.
-        keeps_context = not text.strip() and len(self._context) + num_ids <= MAX_CONTEXT_TOKENS
-        self._context = self._context + closed if keeps_context else closed
+        if text.strip():
+            self._context = closed
+        else:  # Blanks are no context: a tokenizer that strips a space at the start would strip the next one too.
+            self._context = _clean_context(self._decode, (self._context + closed)[-MAX_CONTEXT_TOKENS:])
         return new
 
     def _text_of(self, context: list[int], ids: list[int]) -> str:
         """What `ids` say after `context`."""
         before = self._decode(context)
         text = self._decode(context + ids)
-        if not text.startswith(before):
-            before = before.rstrip(REPLACEMENT)  # the end of the context was an incomplete character, now complete
-        if not text.startswith(before):
-            # A byte-fallback decoder gives up on a whole run of bytes when the last ones are incomplete.
-            return self._decode(ids)
-        text = text[len(before) :]
-        if text.endswith(REPLACEMENT) and REPLACEMENT in before:
-            # For the same reason a bad byte in the context spoils good ones.
-            alone = self._decode(ids)
-            return text if alone.endswith(REPLACEMENT) else alone
-        return text
+        while not text.startswith(before) and before.endswith(REPLACEMENT):
+            before = before[:-1]  # the context ended in an incomplete character, which is complete now
+        return text[len(before) :] if text.startswith(before) else self._decode(ids)
 
     def _num_settled(self, text: str) -> int:
         """How many of the open ids, at least 1, end where a character ends: there the text falls into two parts."""
