@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import logging
 import random
 import threading
@@ -120,16 +121,18 @@ async def test_the_loop_is_free_while_a_step_is_computed() -> None:
         assert len(await task) == 1
 
 
-async def test_the_prompt_ids_are_known_while_a_request_runs() -> None:
+async def test_prompt_ids_and_admission_are_known_while_a_request_runs() -> None:
     executor = GatedExecutor()
     async with running(executor) as engine:
+        begin = time.monotonic()
         task = asyncio.create_task(collect(engine, "r", "abc", greedy(max_tokens=1)))
-        assert list(engine.prompt_token_ids("r")) == []
+        assert (list(engine.prompt_token_ids("r")), engine.admission_time_s("r")) == ([], None)
         await wait_for(executor.has_begun)
+        assert begin <= (engine.admission_time_s("r") or 0) <= time.monotonic()
         assert list(engine.prompt_token_ids("r")) == ByteTokenizer().encode("abc")
         executor.may_end.release()
         await task
-        assert list(engine.prompt_token_ids("r")) == []
+        assert (list(engine.prompt_token_ids("r")), engine.admission_time_s("r")) == ([], None)
 
 
 async def test_a_refusal_comes_before_the_first_delta() -> None:

@@ -128,7 +128,9 @@ def test_one_log_line_a_request_without_its_prompt() -> None:
     assert len(lines) == 4
     assert all(len(line) < 500 for line in lines)
     assert "secret" not in log
-    assert all(word in lines[0] for word in ("3 prompt tokens", "5 output tokens", "first token", "total", "length"))
+    assert all(
+        word in lines[0] for word in ("3 prompt tokens", "5 output tokens", "queued", "first token", "total", "length")
+    )
     assert "refused" in lines[2]
     assert "failed" in lines[3]
 

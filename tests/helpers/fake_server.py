@@ -71,6 +71,9 @@ class FakeEngine:
     def prompt_token_ids(self, request_id: str) -> Sequence[int]:
         return (1, 2, 3)
 
+    def admission_time_s(self, request_id: str) -> float | None:
+        return time.monotonic()
+
     async def generate(
         self, request_id: str, prompt: str, params: SamplingParams
     ) -> AsyncGenerator[RequestDelta, None]:

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_lite.engine.llm_engine import EngineStats, Executor, LLMEngine
+from vllm_lite.engine.sequence import Request
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.errors import EngineDeadError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, RequestDelta
@@ -34,7 +35,8 @@ class Stream:
 
     def __init__(self, num_outputs: int) -> None:
         self.num_outputs = num_outputs
-        self.prompt_token_ids: Sequence[int] = ()
+        self.request: Request | None = None
+        """None until the prompt has been tokenised."""
         self.has_ended = False
         self._items: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
 
@@ -166,7 +168,12 @@ class AsyncLLMEngine:
     def prompt_token_ids(self, request_id: str) -> Sequence[int]:
         """The prompt's ids while `generate` is open; empty before they are known."""
         stream = self._streams.get(request_id)
-        return () if stream is None else stream.prompt_token_ids
+        return () if stream is None or stream.request is None else stream.request.prompt_token_ids
+
+    def admission_time_s(self, request_id: str) -> float | None:
+        """When the request first left the queue, in monotonic seconds, while `generate` is open; None before that."""
+        stream = self._streams.get(request_id)
+        return None if stream is None or stream.request is None else stream.request.admission_time_s
 
     async def generate(
         self, request_id: str, prompt: str, params: SamplingParams
@@ -185,7 +192,7 @@ class AsyncLLMEngine:
                 self._tokenise_pool, self._engine.prepare, request_id, prompt, None, params
             )
             if not stream.has_ended:
-                stream.prompt_token_ids = request.prompt_token_ids
+                stream.request = request
                 self._engine.enqueue(request)
                 self._has_work.set()
             finished = False

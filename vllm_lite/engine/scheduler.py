@@ -7,6 +7,7 @@ computed is among them, and a preempted request belongs at the front of `waiting
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from vllm_lite.engine.block_manager import BlockManager
@@ -147,6 +148,8 @@ class Scheduler:
         """Moves the request that waits longest to the running ones, with what blocks of its prompt exist already."""
         request = self.waiting.popleft()
         request.status = RequestStatus.RUNNING
+        if request.admission_time_s is None:
+            request.admission_time_s = time.monotonic()
         self.running.append(request)
         for sequence in request.unfinished_sequences:
             block_ids = self._find_prefix(request, sequence)

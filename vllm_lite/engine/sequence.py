@@ -102,7 +102,16 @@ class Sequence:
 class Request:
     """A caller's request: a group of sequences that are admitted, preempted and freed together."""
 
-    __slots__ = ("is_aborted", "params", "prompt", "prompt_token_ids", "request_id", "sequences", "status")
+    __slots__ = (
+        "admission_time_s",
+        "is_aborted",
+        "params",
+        "prompt",
+        "prompt_token_ids",
+        "request_id",
+        "sequences",
+        "status",
+    )
 
     def __init__(
         self,
@@ -118,6 +127,8 @@ class Request:
         self.params = params
         self.sequences = sequences
         self.status = RequestStatus.WAITING
+        self.admission_time_s: float | None = None
+        """When it first left the queue, in seconds of the monotonic clock."""
         self.is_aborted = False
         """Set while a step is in flight: the request must not be touched before the step's end."""
 

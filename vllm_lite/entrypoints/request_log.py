@@ -30,15 +30,17 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._finish_reason = "unfinished"
-        self._arrival = time.monotonic()
-        self._first_token: float | None = None
+        self._arrival_s = time.monotonic()
+        self._admission_s: float | None = None
+        self._first_token_s: float | None = None
 
-    def add(self, delta: RequestDelta, num_prompt_tokens: int) -> None:
-        """Takes note of what a step added."""
+    def add(self, delta: RequestDelta, num_prompt_tokens: int, admission_time_s: float | None) -> None:
+        """Takes note of what a step added. Times are those of the monotonic clock."""
         self._num_prompt_tokens = num_prompt_tokens
+        self._admission_s = admission_time_s
         num_tokens = sum(len(output.token_ids) for output in delta.outputs)
-        if num_tokens and self._first_token is None:
-            self._first_token = time.monotonic()
+        if num_tokens and self._first_token_s is None:
+            self._first_token_s = time.monotonic()
         self._num_output_tokens += num_tokens
         reasons = [output.finish_reason for output in delta.outputs if output.finish_reason]
         if reasons:
@@ -56,14 +58,16 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
             logger.info("%s", self._line(error or self.error))
 
     def _line(self, error: BaseException | None) -> str:
-        now = time.monotonic()
-        first = "none" if self._first_token is None else f"{self._first_token - self._arrival:.3f} s"
         line = (
             f"request {self.request_id}: {self._num_prompt_tokens} prompt tokens, "
-            f"{self._num_output_tokens} output tokens, "
-            f"first token {first}, total {now - self._arrival:.3f} s, {self._reason(error)}"
+            f"{self._num_output_tokens} output tokens, queued {self._until(self._admission_s)}, "
+            f"first token {self._until(self._first_token_s)}, total {self._until(time.monotonic())}, "
+            f"{self._reason(error)}"
         )
         return line if self._max_log_len is None else f"{line}, prompt {self.prompt[: self._max_log_len]!r}"
+
+    def _until(self, time_s: float | None) -> str:
+        return "never" if time_s is None else f"{time_s - self._arrival_s:.3f} s"
 
     def _reason(self, error: BaseException | None) -> str:
         if error is None:

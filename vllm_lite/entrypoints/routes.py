@@ -108,15 +108,17 @@ class Api:
             return parse_generate_request(body)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse_generate_request, body)
 
-    def _num_prompt_tokens(self, record: RequestRecord) -> int:
-        return len(self._engine.prompt_token_ids(record.request_id))
+    def _record(self, delta: RequestDelta, record: RequestRecord) -> None:
+        request_id = record.request_id
+        num_prompt_tokens = len(self._engine.prompt_token_ids(request_id))
+        record.add(delta, num_prompt_tokens, self._engine.admission_time_s(request_id))
 
     async def _answer(
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
     ) -> web.StreamResponse:
         outputs = OutputAccumulator(record.request_id, asked.prompt, (), num_outputs=asked.params.n)
         async for delta in deltas:
-            record.add(delta, self._num_prompt_tokens(record))
+            self._record(delta, record)
             outputs.add(delta)
         if record.is_aborted:
             return error_response(503, STOPPING)
@@ -130,7 +132,7 @@ class Api:
         response = web.StreamResponse(headers=STREAM_HEADERS)
         try:
             async for delta in deltas:
-                record.add(delta, self._num_prompt_tokens(record))
+                self._record(delta, record)
                 if is_message(delta):
                     await response.prepare(request)
                     await response.write(messages.add(delta))

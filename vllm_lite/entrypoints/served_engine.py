@@ -59,6 +59,9 @@ class ServedEngine(Protocol):
     def prompt_token_ids(self, request_id: str) -> Sequence[int]:
         """The prompt's ids while `generate` is open; empty before they are known."""
 
+    def admission_time_s(self, request_id: str) -> float | None:
+        """When the request first left the queue, in monotonic seconds, while `generate` is open; None before that."""
+
     def generate(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:
         """One delta a step that generated; closing it early aborts the request.
 
