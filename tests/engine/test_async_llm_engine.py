@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import logging
 import random
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
