@@ -26,10 +26,14 @@ def gate_up_silu(
     n, size = shape.num_tokens, out.shape[1]
     x, out = x[:n], out[:n]
     if multiplies_directly(workspace, x):
-        product = multiply(x, weight)
-        if bias is not None:
-            product.add_(bias)
-        torch.mul(functional.silu(product[:, :size]), product[:, size:], out=out)
+        max_rows = max(1, workspace.scratch_bytes // (2 * size * x.dtype.itemsize))
+        for start in range(0, n, max_rows):
+            rows = slice(start, min(start + max_rows, n))
+            (product,) = workspace.scratch(x.dtype, (rows.stop - rows.start, 2 * size))
+            multiply(x[rows], weight, product)
+            if bias is not None:
+                product.add_(bias)
+            torch.mul(functional.silu(product[:, :size], inplace=True), product[:, size:], out=out[rows])
         return
     for rows, columns, product in products(workspace, x, weight[:size]):
         if bias is not None:

@@ -24,7 +24,8 @@ def greedy_head(
     """
     x = hidden.index_select(0, token_indices[: shape.num_rows])
     if multiplies_directly(workspace, x):
-        best, ids = multiply(x, weight).max(dim=1)
+        (product,) = workspace.scratch(x.dtype, (x.shape[0], weight.shape[0]))
+        best, ids = multiply(x, weight, product).max(dim=1)
     else:
         best = torch.full((x.shape[0],), -torch.inf, device=x.device)
         ids = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)

@@ -81,20 +81,17 @@ def multiplies_directly(workspace: Workspace, x: torch.Tensor) -> bool:
     return x.dtype in workspace.native_dtypes or x.shape[0] <= MAX_ROWS_IN_16_BITS
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T in x's own dtype, not always contiguous."""
-    if is_faster_transposed(x, weight):
-        return torch.mm(weight, x.t()).t()
-    return torch.mm(x, weight.t())
+def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> torch.Tensor:
+    """out = x @ weight.T, or out += it, in one product in x's own dtype.
 
-
-def is_faster_transposed(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Measured: two to five rows in float32, sixteen with a weight as long as a vocabulary, up to four times as fast.
-
-    With more of them MKL's packing of the weight pays off.
+    Measured: two to five rows in float32 (sixteen with a weight as long as a vocabulary) are up to four times as fast
+    the other way round; with more of them MKL's packing of the weight pays off.
     """
     most_rows = 16 if weight.shape[0] > LONG_WEIGHT else 5
-    return x.dtype == torch.float32 and 1 < x.shape[0] <= most_rows
+    if x.dtype == torch.float32 and 1 < x.shape[0] <= most_rows:
+        product = torch.mm(weight, x.t()).t()
+        return out.add_(product) if accumulate else out.copy_(product)
+    return out.addmm_(x, weight.t()) if accumulate else torch.mm(x, weight.t(), out=out)
 
 
 def _multiply(
@@ -107,12 +104,7 @@ def _multiply(
     accumulate: bool,
 ) -> None:
     if multiplies_directly(workspace, x):
-        if accumulate:
-            out.add_(multiply(x, weight))
-        elif is_faster_transposed(x, weight):
-            out.copy_(multiply(x, weight))
-        else:
-            torch.mm(x, weight.t(), out=out)
+        multiply(x, weight, out, accumulate=accumulate)
         if bias is not None:
             out.add_(bias)
         return

@@ -25,7 +25,8 @@ def logits(
     x = hidden.index_select(0, token_indices[: shape.num_rows])
     out = out[: shape.num_rows]
     if multiplies_directly(workspace, x):
-        out.copy_(multiply(x, weight))
+        product = out if out.dtype == x.dtype else workspace.scratch(x.dtype, out.shape)[0]
+        out.copy_(multiply(x, weight, product))
         return
     for rows, columns, product in products(workspace, x, weight):
         out[rows, columns] = product

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from vllm_lite.engine.step import StepShape
 from vllm_lite.ops.workspace import Workspace
@@ -17,5 +16,8 @@ def rms_norm(
     x and out [max_tokens, size] or [max_tokens, num_heads, size], any stride over tokens and heads; weight [size]; all
     of one dtype. out may be x.
     """
-    n = shape.num_tokens
-    out[:n] = functional.rms_norm(x[:n], weight.shape, weight, eps)
+    x = x[: shape.num_tokens]
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    factor = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    (normed,) = workspace.scratch(torch.float32, x.shape)
+    torch.mul(torch.mul(x, factor, out=normed), weight, out=out[: shape.num_tokens])

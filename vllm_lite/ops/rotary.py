@@ -26,6 +26,8 @@ def rotary(
     # Layers share a table, so its address tells tables apart.
     cos, sin = workspace.once_a_step(("rotary", cos_sin.data_ptr()), look_up)
     first, second = heads[:n, :, :half], heads[:n, :, half : 2 * half]
-    turned = torch.addcmul(first * cos, second, sin, value=-1)
-    second.copy_(torch.addcmul(second * cos, first, sin))
-    first.copy_(turned)
+    turned_first, turned_second = workspace.scratch(torch.float32, first.shape, first.shape)
+    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
+    first.copy_(turned_first)
+    second.copy_(turned_second)

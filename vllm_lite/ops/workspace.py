@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,25 +30,31 @@ class Workspace:
         self.native_dtypes = native_dtypes
         self.scratch_bytes = scratch_bytes
         self._buffer = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+        self._views: dict[Hashable, list[torch.Tensor]] = {}
         self._derived: dict[Hashable, Any] = {}
 
-    def scratch(self, dtype: torch.dtype, *shapes: Sequence[int]) -> list[torch.Tensor]:
+    def scratch(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
         """Uninitialised tensors side by side in the buffer, which grows if it must. Valid until the next call."""
+        views = self._views.get((dtype, shapes))
+        if views is None:
+            views = self._views[dtype, shapes] = self._new_views(dtype, shapes)
+        return views
+
+    def _new_views(self, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
         offsets, end = [], 0
         for shape in shapes:
-            offsets.append(end)
+            offsets.append(end // dtype.itemsize)
             end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if end > self._buffer.numel():
             self._buffer = torch.empty(end, dtype=torch.uint8, device=self._buffer.device)
+            self._views.clear()
         flat = self._buffer.view(dtype)
-        return [
-            flat[offset // dtype.itemsize : offset // dtype.itemsize + math.prod(shape)].view(*shape)
-            for offset, shape in zip(offsets, shapes)
-        ]
+        return [flat[offset : offset + math.prod(shape)].view(shape) for offset, shape in zip(offsets, shapes)]
 
     def begin_step(self) -> None:
-        """Forgets what was derived: the step's tensors hold other numbers now."""
+        """Forgets what was derived, for the step's tensors hold other numbers now, and the views of other sizes."""
         self._derived.clear()
+        self._views.clear()
 
     def once_a_step(self, key: Hashable, derive: Callable[[], Derived]) -> Derived:
         """What `derive` gives, computed once until the next `begin_step`."""
