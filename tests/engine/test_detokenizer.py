@@ -63,9 +63,12 @@ def test_the_start_of_a_token_is_not_held_for_its_incomplete_end() -> None:
     assert _stream([258, *tail], tokenizer=tokenizer)[0] == ["yes ", "yes ", "yes 😀", "yes 😀"]
 
 
-@given(st.lists(st.integers(0, 255), max_size=60), st.integers(0, 8))
+TRICKY_BYTES = st.sampled_from(list(b"\xef\xbf\xbd\xe4\xa0\xf0\x9f\x98\x80 A"))
+
+
+@given(st.lists(TRICKY_BYTES | st.integers(0, 255), max_size=60), st.integers(0, 8))
 def test_any_bytes_stream_as_they_decode(values: list[int], num_prompt: int) -> None:
-    ids = [2 + value for value in values]
+    ids = [BYTES._id_of_byte[value] for value in values]
     decoder, text, longest = IncrementalDecoder(BYTES.decode, ids[:num_prompt]), "", 0
     for token_id in ids[num_prompt:]:
         text += decoder.append(token_id)
@@ -82,6 +85,13 @@ def test_bytes_that_never_make_a_character_come_through_at_once() -> None:
     messages, _ = _stream(ids)
     assert messages[-1] == "\ufffd" * 1000
     assert all(len(message) >= index - 3 for index, message in enumerate(messages[:-1], 1))
+
+
+def test_a_decoder_that_never_settles_keeps_nothing_waiting() -> None:
+    """What it says of some ids has nothing to do with what it says of their parts."""
+    decoder = IncrementalDecoder(lambda ids: "\ufffd" * (len(ids) ** 2), [1])
+    assert [len(decoder.append(token_id)) > 0 for token_id in range(6)][3]
+    assert len(decoder._open) < 4
 
 
 # D3, D5
@@ -163,6 +173,7 @@ def test_text_is_not_searched_before_min_tokens() -> None:
     assert checked == [("b", None), ("", None), ("", "ab")]
     hidden = Detokenizer(BYTES, SamplingParams(stop=["<stop>"]), [])
     assert hidden.append(STOP_ID, check_stop=False) == ("", None)
+    assert hidden.append(0, check_stop=True) == ("", None)
     assert hidden.append(STOP_ID, check_stop=True) == ("", "<stop>")
 
 

@@ -86,7 +86,7 @@ class IncrementalDecoder:
         """How many of the open ids, at least 1, end where a character ends: there the text falls into two parts."""
         for num_ids in range(1, len(self._open)):
             first, rest = self._open[:num_ids], self._open[num_ids:]
-            if text == self._text_of(self._context, first) + self._text_of(first, rest):
+            if text == self._text_of(self._context, first) + self._decode(rest):
                 return num_ids
         return len(self._open)
 
