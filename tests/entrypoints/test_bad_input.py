@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -9,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import pytest
 
 from tests.entrypoints.test_native_protocol import BAD_BODIES
 from tests.helpers.checkpoints import cached_checkpoint
-from tests.helpers.server import REAL, Server, generate_bytes, read_response, running_server
+from tests.helpers.server import FAKE, REAL, Server, generate_bytes, read_response, running_server
 
+MAX_RUNNING = 8
 NUM_BODIES = 500
 NUM_STREAMS = 8
 NUM_CLIENTS = 64
@@ -56,22 +57,15 @@ WRONG_VALUES: dict[str, list[Any]] = {
 }
 
 
-@contextmanager
-def running(kind: str, *flags: str) -> Iterator[Server]:
-    """The scripted engine, or the real one on a tiny model with a context that is long enough to leave it."""
-    if kind == "scripted":
-        with running_server(*flags, script={"delay_s": 0.01}) as server:
-            yield server
-    else:
-        model = str(cached_checkpoint(max_position_embeddings=4096))
-        size = ["--block-size", "8", "--num-kv-blocks", "1024"]
-        with running_server("--model", model, *size, *flags, module=REAL) as server:
-            yield server
-
-
 @pytest.fixture(scope="module", params=["scripted", "real"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with running(request.param) as server:
+    """The scripted engine, and the real one on a tiny model whose context is long enough to leave in the middle."""
+    if request.param == "scripted":
+        flags, module, script = [], FAKE, {"delay_s": 0.01}
+    else:
+        model = str(cached_checkpoint(max_position_embeddings=4096))
+        flags, module, script = ["--model", model, "--block-size", "8", "--num-kv-blocks", "1024"], REAL, None
+    with running_server("--max-num-seqs", str(MAX_RUNNING), *flags, module=module, script=script) as server:
         yield server
 
 
@@ -189,36 +183,34 @@ def wait_until_idle(server: Server, within_s: float) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("kind", ["scripted", "real"])
-def test_clients_that_leave_at_random_moments_leave_nothing_behind(kind: str) -> None:
+def test_clients_that_leave_at_random_moments_leave_nothing_behind(server: Server) -> None:
     """Eight are served at a time, so most of those that leave are still in the queue."""
-    with running(kind, "--max-num-seqs", "8") as server:
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            list(pool.map(leave, [server] * NUM_CLIENTS, range(NUM_CLIENTS)))
-        wait_until_idle(server, within_s=1)
-        assert server.metrics()["num_requests_aborted_total"] > NUM_CLIENTS / 4
-        assert server.post({"prompt": "a", "max_tokens": 2}).status == 200
-        assert "Traceback" not in server.log
-        assert "client left" in server.log
-        assert "Unhandled" not in server.log
+    num_aborted = server.metrics()["num_requests_aborted_total"]
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        list(pool.map(leave, [server] * NUM_CLIENTS, range(NUM_CLIENTS)))
+    wait_until_idle(server, within_s=1)
+    assert server.metrics()["num_requests_aborted_total"] - num_aborted > NUM_CLIENTS / 4
+    assert server.post({"prompt": "a", "max_tokens": 2}).status == 200
+    assert "Traceback" not in server.log
+    assert "client left" in server.log
+    assert "Unhandled" not in server.log
 
 
-@pytest.mark.parametrize("kind", ["scripted", "real"])
-def test_running_and_queued_requests_of_clients_that_left_are_aborted(kind: str) -> None:
-    with running(kind, "--max-num-seqs", "1") as server:
-        connections = [server.connect() for _ in range(4)]
-        for connection, is_stream in zip(connections, [True, False, True, False]):
-            asked = {"prompt": "a", "stream": is_stream, "max_tokens": 4000, "ignore_eos": True}
-            connection.sendall(generate_bytes(asked))
-        deadline = time.monotonic() + 10
-        while (metrics := server.metrics())["num_requests_running"] + metrics["num_requests_waiting"] < 4:
-            assert time.monotonic() < deadline
-        assert server.get("/health").status == 200
-        for connection in connections:
-            connection.close()
-        wait_until_idle(server, within_s=1)
-        assert server.metrics()["num_requests_aborted_total"] == 4
-        assert "Traceback" not in server.log
+def test_running_and_queued_requests_of_clients_that_left_are_aborted(server: Server) -> None:
+    num_aborted = server.metrics()["num_requests_aborted_total"]
+    connections = [server.connect() for _ in range(MAX_RUNNING + 4)]
+    for connection, is_stream in zip(connections, itertools.cycle([True, False])):
+        asked = {"prompt": "a", "stream": is_stream, "max_tokens": 4000, "ignore_eos": True}
+        connection.sendall(generate_bytes(asked))
+    deadline = time.monotonic() + 10
+    while (server.metrics()["num_requests_running"], server.metrics()["num_requests_waiting"]) != (MAX_RUNNING, 4):
+        assert time.monotonic() < deadline
+    assert server.get("/health").status == 200
+    for connection in connections:
+        connection.close()
+    wait_until_idle(server, within_s=1)
+    assert server.metrics()["num_requests_aborted_total"] - num_aborted == len(connections)
+    assert "Traceback" not in server.log
 
 
 def test_reader_that_stalls_stalls_only_itself(server: Server) -> None:
