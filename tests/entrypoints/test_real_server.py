@@ -130,7 +130,7 @@ def assert_does_not_start(*flags: str, words: list[str]) -> None:
     [message] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert all(word in message for word in words), message
     assert "Traceback" not in result.stderr
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 45  # a few seconds; ten times that where the tests fill the machine
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Api:
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
 
     def make_app(self) -> web.Application:
-        """The application with its routes. Limits the body itself, so that the refusal can say what is allowed."""
+        """The application with its routes."""
         app = web.Application(
             middlewares=[self._errors_as_json, self._refuse_when_stopping, self._refuse_foreign_pages],
             client_max_size=self._max_body,
