@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +116,16 @@ ACCEPTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", ACCEPTED, ids=str)
 def test_accepted(fields: dict[str, Any]) -> None:
     SamplingParams.from_request(json.loads(json.dumps(fields)))
+
+
+def test_a_large_value_of_a_wrong_type_is_refused_at_once() -> None:
+    large_list = list(range(2_000_000))
+    for value in ("x" * 10_000_000, large_list, [[large_list]], dict.fromkeys(large_list), 10**4000):
+        start = time.process_time()
+        with pytest.raises(RequestError) as caught:
+            SamplingParams.from_request({"temperature": value})
+        assert len(str(caught.value)) < 300
+        assert time.process_time() - start < 0.05
 
 
 def test_null_means_the_default_but_for_max_tokens() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -230,10 +231,20 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def _show(value: object) -> str:
-    """The value as it may stand in a message: short, whatever the caller sent."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+class _ShortRepr(reprlib.Repr):
+    """Looks at no more of a value than it shows: a caller may send megabytes of a wrong type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Without the sorting of the base class where there is much to sort."""
+        return super().repr_dict(x, level) if len(x) <= self.maxdict else f"{{... {len(x)} keys}}"
+
+
+_show = _ShortRepr().repr
+"""The value as it may stand in a message: short, whatever the caller sent."""
 
 
 def _require(condition: bool, name: str, allowed: str, value: object) -> None:
