@@ -54,6 +54,23 @@ def test_gate_up_silu(dtype: torch.dtype, num_tokens: int, has_bias: bool) -> No
     assert torch.equal(out[num_tokens:], before[num_tokens:])
 
 
+@pytest.mark.parametrize("out_features", [70, 33, 8])
+def test_one_row_on_several_threads(out_features: int) -> None:
+    x, weight, before = random(3, 20), random(out_features, 20, seed=1), random(3, out_features, seed=2)
+    expected = x.double() @ weight.double().T
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        out, residual = before.clone(), before.clone()
+        linear(workspace(), tokens_shape(1), x, weight, None, out)
+        linear_accumulate(workspace(), tokens_shape(1), x, weight, None, residual)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert_close(out[:1], expected[:1])
+    assert_close(residual[:1], (before.double() + expected)[:1])
+    assert torch.equal(out[1:], before[1:])
+
+
 def test_long_weight_with_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "LONG_WEIGHT", 50)
     x, weight, out = random(12, 8), random(64, 8, seed=1), torch.empty(12, 64)
