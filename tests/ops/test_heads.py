@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.tensors import assert_close, random, tokens_shape, workspace
+from tests.ops.tensors import ALL_NATIVE, assert_close, random, tokens_shape, workspace
 from vllm_lite.engine.step import NO_TOKEN
 from vllm_lite.ops import linear as linear_module
 from vllm_lite.ops.greedy_head import greedy_head
@@ -34,6 +34,17 @@ def test_logits_and_greedy_of_the_chosen_rows(dtype: torch.dtype, num_rows: int)
     if dtype == torch.float32:
         assert ids[:num_rows].tolist() == expected[:num_rows].argmax(1).tolist()
     assert (ids[num_rows:] == 77).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_do_not_fit_the_scratch_buffer_at_once(dtype: torch.dtype) -> None:
+    hidden, weight = random(20, 16, dtype=dtype), random(300, 16, dtype=dtype, seed=1)
+    out, ids = torch.empty(12, 300), torch.empty(12, dtype=torch.int32)
+    space = workspace(scratch_bytes=3000, native_dtypes=ALL_NATIVE)
+    logits(space, tokens_shape(20, 12), hidden, ROWS, weight, out)
+    greedy_head(space, tokens_shape(20, 12), hidden, ROWS, weight, ids)
+    assert_close(out, hidden.double()[ROWS.long()] @ weight.double().T, None if dtype == torch.float32 else 3e-2)
+    assert ids.tolist() == out.argmax(1).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

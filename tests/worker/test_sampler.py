@@ -263,7 +263,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
 
 
 def test_row_groups_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row(top_p=0.9, seed=i) for i in range(10)]
+    rows = [Row(top_p=0.9 if i % 2 else 1.0, seed=i) for i in range(10)]
     logits = torch.randn(10, 500, generator=torch.Generator().manual_seed(2))
     expected = sample(logits.clone(), sampling_input(rows)).tolist()
     monkeypatch.setattr(sampler, "MAX_LOGITS_AT_A_TIME", 1)

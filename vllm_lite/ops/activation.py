@@ -26,9 +26,7 @@ def gate_up_silu(
     n, size = shape.num_tokens, out.shape[1]
     x, out = x[:n], out[:n]
     if multiplies_directly(workspace, x):
-        max_rows = max(1, workspace.scratch_bytes // (2 * size * x.dtype.itemsize))
-        for start in range(0, n, max_rows):
-            rows = slice(start, min(start + max_rows, n))
+        for rows in workspace.row_tiles(n, 2 * size * x.dtype.itemsize):
             (product,) = workspace.scratch(x.dtype, (rows.stop - rows.start, 2 * size))
             multiply(x[rows], weight, product)
             if bias is not None:

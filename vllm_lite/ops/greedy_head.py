@@ -23,12 +23,13 @@ def greedy_head(
     dtype; out [max_rows] int32. A NaN counts as largest.
     """
     x = hidden.index_select(0, token_indices[: shape.num_rows])
+    best = torch.full((x.shape[0],), -torch.inf, device=x.device)
+    ids = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
     if multiplies_directly(workspace, x):
-        (product,) = workspace.scratch(x.dtype, (x.shape[0], weight.shape[0]))
-        best, ids = multiply(x, weight, product).max(dim=1)
+        for rows in workspace.row_tiles(x.shape[0], weight.shape[0] * x.dtype.itemsize):
+            (product,) = workspace.scratch(x.dtype, (rows.stop - rows.start, weight.shape[0]))
+            best[rows], ids[rows] = multiply(x[rows], weight, product).max(dim=1)
     else:
-        best = torch.full((x.shape[0],), -torch.inf, device=x.device)
-        ids = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         for rows, columns, product in products(workspace, x, weight):
             piece_best, piece_ids = product.max(dim=1)
             is_better = (piece_best > best[rows]) | piece_best.isnan()

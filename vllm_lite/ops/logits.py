@@ -25,8 +25,10 @@ def logits(
     x = hidden.index_select(0, token_indices[: shape.num_rows])
     out = out[: shape.num_rows]
     if multiplies_directly(workspace, x):
-        product = out if out.dtype == x.dtype else workspace.scratch(x.dtype, out.shape)[0]
-        out.copy_(multiply(x, weight, product))
+        for rows in workspace.row_tiles(x.shape[0], weight.shape[0] * x.dtype.itemsize):
+            part = out[rows]
+            product = part if part.dtype == x.dtype else workspace.scratch(x.dtype, part.shape)[0]
+            part.copy_(multiply(x[rows], weight, product))
         return
     for rows, columns, product in products(workspace, x, weight):
         out[rows, columns] = product

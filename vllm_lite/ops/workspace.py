@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -50,6 +50,12 @@ class Workspace:
             self._views.clear()
         flat = self._buffer.view(dtype)
         return [flat[offset : offset + math.prod(shape)].view(shape) for offset, shape in zip(offsets, shapes)]
+
+    def row_tiles(self, num_rows: int, bytes_per_row: int) -> Iterator[slice]:
+        """Cuts rows into as many tiles as it takes for each to fit the scratch buffer."""
+        size = max(1, self.scratch_bytes // bytes_per_row)
+        for start in range(0, num_rows, size):
+            yield slice(start, min(start + size, num_rows))
 
     def begin_step(self) -> None:
         """Forgets what was derived, for the step's tensors hold other numbers now, and the views of other sizes."""

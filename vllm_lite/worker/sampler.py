@@ -22,7 +22,7 @@ MIN_TEMPERATURE = 1e-5
 NUM_FIRST_CANDIDATES = 64
 CANDIDATE_GROWTH = 8
 MAX_LOGITS_AT_A_TIME = 4 * 2**20
-"""Rows with candidates are handled a few at a time: their sort keys take 8 bytes a logit."""
+"""Sampled rows are handled a few at a time: probabilities, sums and sort keys take 20 bytes a logit."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,11 @@ def sample(logits: torch.Tensor, sampling: SamplingInput) -> Int32Array:
     )
     if len(greedy):
         token_ids[greedy] = _select(logits, greedy).argmax(dim=1).cpu().numpy()
-    if len(free):
-        token_ids[free] = _pick_by_id(_rows(logits, sampling, free)).cpu().numpy()
     num_rows = max(1, MAX_LOGITS_AT_A_TIME // logits.shape[1])
-    for start in range(0, len(restricted), num_rows):
-        part = restricted[start : start + num_rows]
-        token_ids[part] = _pick_candidate(_rows(logits, sampling, part)).cpu().numpy()
+    for pick, kind in ((_pick_by_id, free), (_pick_candidate, restricted)):
+        for start in range(0, len(kind), num_rows):
+            part = kind[start : start + num_rows]
+            token_ids[part] = pick(_rows(logits, sampling, part)).cpu().numpy()
     return token_ids
 
 
