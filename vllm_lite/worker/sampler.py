@@ -21,8 +21,8 @@ MIN_TEMPERATURE = 1e-5
 """Below it a row is greedy."""
 NUM_FIRST_CANDIDATES = 64
 CANDIDATE_GROWTH = 8
-MAX_LOGITS_AT_A_TIME = 4 * 2**20
-"""Sampled rows are handled a few at a time: probabilities, sums and sort keys take 20 bytes a logit."""
+MAX_LOGITS_AT_A_TIME = 2**18
+"""Sampled rows are handled a few at a time, so that their probabilities, sums and sort keys stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _pick_candidate(rows: _Rows) -> torch.Tensor:
     pending = torch.arange(len(keys), device=keys.device)
     num_candidates = min(NUM_FIRST_CANDIDATES, vocab_size)
     while len(pending):
-        ids = keys[pending].topk(num_candidates, dim=1).indices
+        ids = vocab_size - 1 - (_largest(keys[pending], num_candidates) & 0xFFFFFFFF)
         # float64, so that what a row keeps is the same however many candidates there are.
         masses = probabilities[pending].gather(1, ids).double()
         top_ks, min_ps = rows.top_ks[pending], rows.min_ps[pending]
@@ -132,8 +132,21 @@ def _pick_candidate(rows: _Rows) -> torch.Tensor:
     return token_ids
 
 
+def _largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """[N, count], the largest first."""
+    if keys.is_cpu:
+        # numpy's partial sort is vectorised, torch's is not: 0.1 against 0.5 ms for 4,096 keys out of 49,152.
+        best = np.partition(keys.numpy(), -count, axis=1)[:, -count:]
+        best.sort(axis=1)
+        return torch.from_numpy(best[:, ::-1].copy())
+    return keys.topk(count, dim=1).values
+
+
 def _sort_keys(values: torch.Tensor) -> torch.Tensor:
-    """[N, vocab_size] int64 that sort like the values and, among equal values, the lower id as the larger one."""
+    """[N, vocab_size] int64 that sort like the values and, among equal values, the lower id as the larger one.
+
+    The low 32 bits hold the id, counted from the last one.
+    """
     bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 the same
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids_from_last = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
