@@ -80,6 +80,11 @@ def test_ends_are_banned_until_min_tokens() -> None:
     assert banned_after(rule, [50, 50]) == []
 
 
+def test_ends_outside_of_the_vocabulary_are_never_banned() -> None:
+    settings = replace(SETTINGS, eos_token_ids=frozenset({EOS, -1, VOCAB_SIZE, 10**30}))
+    assert set(rules(SamplingParams(min_tokens=2), settings).banned_until_min_tokens_ids) == {EOS}
+
+
 def test_ignored_ends_still_do_not_come_before_min_tokens() -> None:
     rule = rules(SamplingParams(min_tokens=1, ignore_eos=True))
     assert (banned_after(rule, []), rule.eos_ids) == ([EOS], frozenset())

@@ -83,7 +83,7 @@ def make_rules(
     for word in bad_words:
         if len(word) > 1:
             by_second_last.setdefault(word[-2], []).append(word)
-    ends = {token_id for token_id in settings.eos_token_ids if token_id < settings.vocab_size} | params.stop_ids
+    ends = {token_id for token_id in settings.eos_token_ids if 0 <= token_id < settings.vocab_size} | params.stop_ids
     banned_early = banned | ends if params.min_tokens > 0 else banned
     _check_something_is_left(params, banned_early, settings.vocab_size)
     max_sequence_len = settings.max_sequence_len(params.num_candidates)
