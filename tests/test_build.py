@@ -41,6 +41,18 @@ def test_context_larger_than_the_cache_names_both_and_the_way_out() -> None:
         build.build_parts(EngineConfig(model=folder, num_kv_blocks=7))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": 2**31 - 8, "vocab_size": 2**20}, {"vocab_size": 2**31 - 1, "hidden_size": 2**30}],
+    ids=["more than memory holds", "more than can be counted"],
+)
+def test_sizes_that_no_memory_has_are_named(tmp_path: Path, changes: dict[str, int]) -> None:
+    folder = copy_checkpoint(cached_checkpoint("llama"), tmp_path / "model")
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(StartupError, match=r"not enough memory for LlamaForCausalLM with 3 layers.*--max-model-len"):
+        make_parts(model=str(folder))
+
+
 def test_end_ids_are_the_union_of_all_files(tmp_path: Path) -> None:
     folder = copy_checkpoint(cached_checkpoint("llama"), tmp_path / "model")
     edit_json(folder / "config.json", eos_token_id=[5, 6])

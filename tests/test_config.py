@@ -81,7 +81,7 @@ def test_every_field_is_a_flag() -> None:
         (["--port", "99999"], r"--port must be from 0 to 65535, got 99999"),
         (["--port", "abc"], r"--port.*abc"),
         (["--modle", "x"], r"--modle"),
-        (["--max-num-seqs", "0"], r"--max-num-seqs must be at least 1, got 0"),
+        (["--max-num-seqs", "0"], r"--max-num-seqs must be from 1 to 2147483647, got 0"),
         (["--gpu-memory-utilization", "nan"], r"--gpu-memory-utilization must be from 0.01 to 1.0, got nan"),
         (["--gpu-memory-utilization", "1.5"], r"--gpu-memory-utilization must be from 0.01 to 1.0, got 1.5"),
         (["-tp", "2"], r"--tensor-parallel-size 2 is not supported yet"),
@@ -91,7 +91,8 @@ def test_every_field_is_a_flag() -> None:
         (["--device", "cuda"], r"--device cuda is not supported yet"),
         (["--dtype", "int8"], r"--dtype.*int8.*float16"),
         (["--ssl-keyfile", "k"], r"--ssl-keyfile and --ssl-certfile"),
-        (["--max-model-len", "0"], r"--max-model-len must be at least 1"),
+        (["--max-model-len", "0"], r"--max-model-len must be from 1 to 2147483647, got 0"),
+        (["--num-kv-blocks", "2147483648"], r"--num-kv-blocks must be from 1 to 2147483647"),
         (["--max-model", "5"], r"--max-model"),
     ],
 )

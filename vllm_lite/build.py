@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from vllm_lite.config import EngineConfig, ModelConfig
+from vllm_lite.config import INT32_MAX, EngineConfig, ModelConfig
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
 from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
@@ -65,7 +68,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
     checkpoint = open_checkpoint(config)
     dtype = resolve_dtype(config, checkpoint.config, checkpoint.gguf_metadata is not None, device)
     max_model_len = choose_max_model_len(config, checkpoint.config)
-    model = build_model(checkpoint.config, dtype, max_model_len, device)
+    with _named_memory_errors(checkpoint.config, max_model_len):
+        model = build_model(checkpoint.config, dtype, max_model_len, device)
     with ThreadPoolExecutor(max_workers=1) as pool:
         tokenizer = pool.submit(_load_tokenizer, config, checkpoint)
         checkpoint.load_into(model.weight_targets(), model.is_ignored)
@@ -90,14 +94,15 @@ def build_parts(config: EngineConfig) -> EngineParts:
         eos_token_ids=_end_ids(checkpoint.config, tokenizer.result()),
         seed=config.seed,
     )
-    runner = ModelRunner(
-        model,
-        max_model_len=max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        block_size=settings.block_size,
-        num_blocks=num_blocks,
-    )
+    with _named_memory_errors(checkpoint.config, max_model_len):
+        runner = ModelRunner(
+            model,
+            max_model_len=max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=settings.block_size,
+            num_blocks=num_blocks,
+        )
     logger.info(
         "%s in %s on %d threads: context %d tokens, KV cache %d blocks of %d tokens",
         checkpoint.config.architecture,
@@ -126,7 +131,7 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return longest
     if model.rope.kind == "dynamic":
-        longest = int(longest * model.rope.factor)
+        longest = min(int(longest * model.rope.factor), INT32_MAX)
     if config.max_model_len > longest:
         raise StartupError(
             f"--max-model-len {config.max_model_len} is more than the checkpoint's context of {longest} tokens: "
@@ -138,6 +143,22 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def num_available_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _named_memory_errors(model: ModelConfig, max_model_len: int) -> Iterator[None]:
+    """torch says of memory that is not there, and of sizes that no memory has, that they are a RuntimeError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not re.search("memory|overflow", str(error)):
+            raise
+        raise StartupError(
+            f"there is not enough memory for {model.architecture} with {model.num_layers} layers, hidden size "
+            f"{model.hidden_size}, a vocabulary of {model.vocab_size} and a context of {max_model_len} tokens: free "
+            "some, take a smaller model, or lower --max-model-len, --num-kv-blocks, --max-num-seqs or "
+            f"--max-num-batched-tokens. ({str(error).partition(chr(10))[0]})"
+        ) from error
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:

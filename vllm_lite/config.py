@@ -20,6 +20,8 @@ from vllm_lite.errors import StartupError
 
 Config = TypeVar("Config", "EngineConfig", "ServerConfig")
 
+INT32_MAX = 2**31 - 1
+"""Lengths, positions and numbers of blocks are int32 everywhere."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 NO_EFFECT = (
     "swap_space",
@@ -54,7 +56,7 @@ class EngineConfig:
         "auto", "what the model runs in; auto takes the checkpoint's, as far as the chip has it"
     )
     max_model_len: int | None = _option(
-        None, "most tokens of a prompt and its answer together (default: the checkpoint's)", at_least=1
+        None, "most tokens of a prompt and its answer together (default: the checkpoint's)", at_least=1, at_most=INT32_MAX
     )
     worker_use_ray: bool = _option(False, "refused: this engine runs without ray")
     pipeline_parallel_size: int = _option(1, "only 1 for now", short="-pp", at_least=1)
@@ -66,11 +68,13 @@ class EngineConfig:
     gpu_memory_utilization: float = _option(
         0.9, "share of a GPU's memory that the server may use", at_least=0.01, at_most=1.0
     )
-    num_kv_blocks: int | None = _option(None, "size of the KV cache in blocks (default: from the memory)", at_least=1)
-    max_num_batched_tokens: int | None = _option(
-        None, "most tokens computed in a step (default: 512 on a CPU, 2048 on a GPU)", at_least=1
+    num_kv_blocks: int | None = _option(
+        None, "size of the KV cache in blocks (default: from the memory)", at_least=1, at_most=INT32_MAX
     )
-    max_num_seqs: int = _option(256, "most sequences running at a time", at_least=1)
+    max_num_batched_tokens: int | None = _option(
+        None, "most tokens computed in a step (default: 512 on a CPU, 2048 on a GPU)", at_least=1, at_most=INT32_MAX
+    )
+    max_num_seqs: int = _option(256, "most sequences running at a time", at_least=1, at_most=INT32_MAX)
     max_paddings: int = _option(256, "accepted without effect: nothing is padded")
     max_logprobs: int = _option(20, "largest value of logprobs and prompt_logprobs", at_least=0)
     enable_prefix_caching: bool = _option(True, "reuse the KV blocks of prompts that begin alike")
@@ -84,7 +88,9 @@ class EngineConfig:
         None, "log this many characters of each prompt (default: prompts are not logged)", at_least=0
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "where the model runs; cuda is not supported yet")
-    num_threads: int | None = _option(None, "threads of the CPU kernels (default: one for each core)", at_least=1)
+    num_threads: int | None = _option(
+        None, "threads of the CPU kernels (default: one for each core)", at_least=1, at_most=4096
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -167,6 +167,12 @@ def test_a_generation_config_without_end_token_changes_nothing(tmp_path: Path) -
         ({"num_hidden_layers": 0}, "'num_hidden_layers' must be an integer of at least 1, got 0"),
         ({"num_attention_heads": "many"}, "'num_attention_heads' .* got 'many'"),
         ({"vocab_size": True}, "'vocab_size' .* got True"),
+        ({"vocab_size": 2**31}, "'vocab_size' must be at most 2147483647, got 2147483648"),
+        ({"num_hidden_layers": 2**31 - 1}, "'num_hidden_layers' must be at most 10000"),
+        ({"num_attention_heads": 2**31 - 1, "head_dim": 8}, "'num_attention_heads' must be at most 100000"),
+        ({"rms_norm_eps": 1e308}, r"'rms_norm_eps' must be at most 3.4e\+38, got 1e\+308"),
+        ({"rms_norm_eps": 10**400}, r"'rms_norm_eps' must be at most 3.4e\+38"),
+        ({"rms_norm_eps": float("inf")}, r"'rms_norm_eps' must be at most 3.4e\+38, got inf"),
         ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide .* 32; it may be 1, 2, 4, 8, 16, 32"),
         ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size 64 is not a multiple .* 7"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
@@ -221,6 +227,7 @@ def test_code_of_a_checkpoint_never_runs_even_where_it_is_trusted(tmp_path: Path
         ("{", "cannot be read as JSON"),
         ("[1]", "must hold a JSON object, not list"),
         (b"\xff\xfe", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
     ],
 )
 def test_a_broken_file_is_named(content: str | bytes | None, named: str, tmp_path: Path) -> None:
@@ -239,6 +246,8 @@ def test_a_broken_file_is_named(content: str | bytes | None, named: str, tmp_pat
         ({"rope_type": "linear", "factor": 4.0}, 2048),
         ({"rope_type": "linear", "factor": 2.5}, 1280),
         ({"rope_type": "dynamic", "factor": 4.0}, 512),
+        ({"rope_type": "linear", "factor": 1e30}, 2**31 - 1),
+        ({"rope_type": "yarn", "factor": 1e30}, 2**31 - 1),
         ({"rope_type": "yarn", "factor": 4.0}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
         (

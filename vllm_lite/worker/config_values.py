@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_lite.config import INT32_MAX
 from vllm_lite.errors import StartupError
+
+FLOAT32_MAX = 3.4e38
 
 
 class ConfigValues:
@@ -28,8 +30,8 @@ class ConfigValues:
         """The value as it stands, None where there is none."""
         return self._values.get(key)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
+    def integer(self, key: str, default: int | None = None, *, at_most: int = INT32_MAX) -> int:
+        """An integer from 1 to `at_most`."""
         value = self._values.get(key)
         if value is None:
             value = default
@@ -37,18 +39,22 @@ class ConfigValues:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.wrong(key, "an integer of at least 1")
+        if value > at_most:
+            raise self.wrong(key, f"at most {at_most}")
         return value
 
     def number(self, key: str, default: float | None = None, *, may_be_zero: bool = False) -> float:
-        """A finite number above 0, or at least 0."""
+        """A number above 0, or at least 0, that float32 can hold."""
         value = self._values.get(key)
         if value is None:
             value = default
         expected = "a number " + ("of at least 0" if may_be_zero else "above 0")
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.wrong(key, expected)
-        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+        if not value >= 0 or (value == 0 and not may_be_zero):  # NaN is not
             raise self.wrong(key, expected)
+        if value > FLOAT32_MAX:
+            raise self.wrong(key, f"at most {FLOAT32_MAX}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -94,7 +100,7 @@ def read_json(path: Path) -> ConfigValues:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StartupError(f"{path} is missing: a checkpoint folder needs it.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise StartupError(f"{path} must hold a JSON object, not {type(values).__name__}.")

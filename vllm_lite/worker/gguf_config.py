@@ -11,10 +11,11 @@ import numpy as np
 from vllm_lite.config import ModelConfig, RopeConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.worker.config_values import ConfigValues
-from vllm_lite.worker.hf_config import check_heads
+from vllm_lite.worker.hf_config import MAX_HEADS, MAX_LAYERS, check_heads
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Mistral models are "llama" in GGUF: llama.cpp gives them no window."""
+HEAD_DIM_KEYS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -38,7 +39,8 @@ def read_gguf_config(
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise StartupError(f"{source} has no token embedding (tensor token_embd.weight).")
-    num_layers, num_heads = values.integer("block_count"), values.integer("attention.head_count")
+    num_layers = values.integer("block_count", at_most=MAX_LAYERS)
+    num_heads = values.integer("attention.head_count", at_most=MAX_HEADS)
     head_dim = values.integer("attention.key_length", values.integer("embedding_length") // num_heads)
     context_length = values.integer("context_length")
     config = ModelConfig(
@@ -75,11 +77,8 @@ def _model_values(metadata: Mapping[str, Any], architecture: str, source: str) -
             values[key.removeprefix(prefix)] = value[0].item() if is_uniform else value
     if values.get("expert_count"):
         raise StartupError(f"{source}: mixtures of experts are not supported ({prefix}expert_count).")
-    head_dims = {
-        int(values[key])
-        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
-        if key in values
-    }
+    wrapped = ConfigValues(values, f"{source}, metadata {prefix}*")
+    head_dims = {wrapped.integer(key) for key in HEAD_DIM_KEYS if key in wrapped}
     if len(head_dims) > 1:
         raise StartupError(
             f"{source}: {prefix}attention.key_length, attention.value_length and rope.dimension_count must be the "
@@ -87,7 +86,7 @@ def _model_values(metadata: Mapping[str, Any], architecture: str, source: str) -
         )
     if head_dims:
         values["attention.key_length"] = head_dims.pop()
-    return ConfigValues(values, f"{source}, metadata {prefix}*")
+    return wrapped
 
 
 def _rope(values: ConfigValues, context_length: int, head_dim: int, factors: np.ndarray | None) -> RopeConfig:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vllm_lite.config import ModelConfig
+from vllm_lite.config import INT32_MAX, ModelConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.worker.config_values import ConfigValues, read_json
 from vllm_lite.worker.hf_rope import read_rope
 
+MAX_LAYERS = 10_000
+MAX_HEADS = 100_000
+"""Far above any model's; a broken file that says more would have the start count to it."""
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -62,8 +65,8 @@ def read_model_config(folder: Path, *, trust_remote_code: bool) -> ModelConfig:
     generation = read_json(generation_path) if generation_path.exists() else ConfigValues({}, str(generation_path))
     architecture = _architecture(values, trust_remote_code=trust_remote_code)
     family = FAMILIES[architecture]
-    num_layers = values.integer("num_hidden_layers")
-    num_heads = values.integer("num_attention_heads")
+    num_layers = values.integer("num_hidden_layers", at_most=MAX_LAYERS)
+    num_heads = values.integer("num_attention_heads", at_most=MAX_HEADS)
     default_kv_heads = family.num_kv_heads if "num_key_value_heads" not in values else None
     max_position_embeddings = values.integer("max_position_embeddings", family.max_position_embeddings)
     config = ModelConfig(
@@ -94,12 +97,12 @@ def read_model_config(folder: Path, *, trust_remote_code: bool) -> ModelConfig:
 
 def derived_max_model_len(config: ModelConfig) -> int:
     """The most tokens, prompt and answer together, that the checkpoint is made for."""
-    rope = config.rope
+    rope, length, factor = config.rope, config.max_position_embeddings, 1.0
     if rope.kind == "linear":
-        return round(config.max_position_embeddings * rope.factor)
-    if rope.kind == "yarn":
-        return round((rope.original_max_position_embeddings or config.max_position_embeddings) * rope.factor)
-    return config.max_position_embeddings
+        factor = rope.factor
+    elif rope.kind == "yarn":
+        length, factor = rope.original_max_position_embeddings or length, rope.factor
+    return min(round(length * factor), INT32_MAX)  # positions are int32
 
 
 def check_heads(config: ModelConfig, source: str) -> None:
