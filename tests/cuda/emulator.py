@@ -32,7 +32,8 @@ from vllm_lite.kernels.cuda import SHARED_BYTES_WITHOUT_ASKING, Argument, Compil
 SOURCES = Path(__file__).parent / "emulator"
 RUNTIME = ("runtime.cpp", "checker.cpp")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w")
-CHECKED_FLAGS = ("-fsanitize=thread",)
+CHECKED_FLAGS = ("-fsanitize=thread", "-fno-tree-sra")
+"""Without the second, g++ would split what a GPU reads at once."""
 STREAM = 0x5EED
 """The address of the stream that emulated launches go to."""
 
