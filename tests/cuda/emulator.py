@@ -212,7 +212,9 @@ class EmulatedKernels(CudaKernels):
     def __init__(self, kernels: Iterable[Kernel], *, is_checked: bool = True) -> None:
         self.modules: list[EmulatorModule] = []
         self.is_checked = is_checked
-        super().__init__(kernels, torch.device("cpu"), Compiler(self._module, EmulatorCompileError, lambda: STREAM))
+        super().__init__(
+            kernels, torch.device("cpu"), Compiler(self._module, EmulatorCompileError, lambda: STREAM, "g++")
+        )
 
     def _module(self, **arguments: Any) -> EmulatorModule:
         self.modules.append(EmulatorModule(**arguments, is_checked=self.is_checked))

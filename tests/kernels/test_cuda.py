@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from vllm_lite.kernels.cuda import (
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-PLATFORM = Platform("13.0", 13020, 13000, 1, "NVIDIA H200", (9, 0))
+PLATFORM = Platform("13.0", 13020, 13000, 13000, 1, "NVIDIA H200", (9, 0))
 
 
 class FakeError(Exception):
@@ -85,7 +86,7 @@ def load(
         return modules[-1]
 
     stream = (lambda: 7) if streams is None else (lambda: next(streams))
-    loaded = CudaKernels(kernels, CPU, Compiler(new_module, FakeError, stream))
+    loaded = CudaKernels(kernels, CPU, Compiler(new_module, FakeError, stream, "NVRTC 13.0"))
     return loaded, {name: function for module in modules for name, function in module.functions.items()}, modules
 
 
@@ -155,7 +156,9 @@ def test_source_that_does_not_compile_ends_the_start_with_the_log() -> None:
         def get_function(self, name: str) -> FakeFunction:
             raise FakeError('norm.cu(7): error: identifier "nonsense" is undefined')
 
-    with pytest.raises(StartupError, match=r'(?s)cuda/norm\.cu does not compile.*norm\.cu\(7\): error: .*"nonsense"'):
+    with pytest.raises(
+        StartupError, match=r'(?s)cuda/norm\.cu does not compile with NVRTC 13\.0:.*norm\.cu\(7\): error: .*"nonsense"'
+    ):
         load(NORM, module_class=BrokenModule)
 
 
@@ -221,6 +224,8 @@ def test_threads_for() -> None:
         ({"torch_cuda": None}, "torch was built without CUDA.*--device cpu"),
         ({"torch_cuda": "12.8"}, "torch was built for CUDA 12, CuPy for CUDA 13.*pip install cupy-cuda12x"),
         ({"cupy_cuda": 12090}, "torch was built for CUDA 13, CuPy for CUDA 12.*pip install cupy-cuda13x"),
+        ({"compiler_cuda": None}, r"NVRTC.* is missing.*pip install nvidia-cuda-nvrtc==13\.\*"),
+        ({"compiler_cuda": 12090}, r"NVRTC.* is 12\.9; CuPy needs the one of CUDA 13"),
         ({"driver_cuda": 0}, "no NVIDIA driver"),
         ({"driver_cuda": 12080}, r"driver runs CUDA up to 12\.8, torch was built for 13\.0: update the driver"),
         ({"num_devices": 0}, "shows no GPU"),
@@ -265,3 +270,24 @@ class TestRealCupy:
     def test_cupy_can_be_imported_beside_our_folder_cuda(self) -> None:
         code = "import cupy, cuda.pathfinder"
         subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True)
+
+
+def fake_cupy(nvrtc_version: Callable[[], tuple[int, int]]) -> SimpleNamespace:
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: 13020, driverGetVersion=lambda: 13010)
+    return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, nvrtc=SimpleNamespace(getVersion=nvrtc_version)))
+
+
+def test_what_the_machine_has_is_asked_of_cupy_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> tuple[int, int]:
+        raise RuntimeError('Failure finding "libnvrtc.so.13"')
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    device = torch.device("cuda", 1)
+    assert cuda._platform(fake_cupy(lambda: (13, 1)), device) == Platform(
+        "13.0", 13020, 13010, 13010, 1, "GPU 1", (8, 6)
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cuda._platform(fake_cupy(missing), device) == Platform("13.0", 13020, None, 13010, 0, "", (0, 0))

@@ -50,6 +50,8 @@ class Compiler:
     """Raised for source that does not compile; its text is the compiler's log."""
     current_stream: Callable[[], int]
     """The address of the stream that launches go to."""
+    versions: str
+    """For the message about source that does not compile."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,16 @@ class CudaKernels:
             self._compile(source, by_source[source], compiler)
 
     def _compile(self, source: str, kernels: list[Kernel], compiler: Compiler) -> None:
-        module = compiler.module_class(
-            code=read_source(source), options=OPTIONS, name_expressions=[kernel.name for kernel in kernels]
-        )
-        for kernel in kernels:
-            try:
-                function = module.get_function(kernel.name)
-                # Set here and not at a launch, which may be captured in a graph.
-                if kernel.shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
-                    function.max_dynamic_shared_size_bytes = kernel.shared_bytes
-            except compiler.error as error:
-                raise StartupError(f"cuda/{source} does not compile:\n{error}") from error
+        names = [kernel.name for kernel in kernels]
+        try:
+            module = compiler.module_class(code=read_source(source), options=OPTIONS, name_expressions=names)
+            functions = [module.get_function(name) for name in names]
+        except compiler.error as error:
+            raise StartupError(f"cuda/{source} does not compile with {compiler.versions}:\n{error}") from error
+        for kernel, function in zip(kernels, functions):
+            # Asked for here and not at a launch, which may be captured in a graph.
+            if kernel.shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
+                function.max_dynamic_shared_size_bytes = kernel.shared_bytes
             self._functions[kernel.name] = function, kernel.shared_bytes
 
     def launch(self, name: str, grid: tuple[int, ...], num_threads: int, *arguments: Argument) -> None:
@@ -183,6 +184,8 @@ class Platform:
     torch_cuda: str | None
     """Version, "13.0"; None for a build without CUDA."""
     cupy_cuda: int
+    compiler_cuda: int | None
+    """NVRTC's version, if there is one."""
     driver_cuda: int
     """The latest that the driver runs; 0 without a driver."""
     num_devices: int
@@ -193,11 +196,14 @@ class Platform:
 def cupy_compiler(device: torch.device) -> Compiler:
     """CuPy, for a device with an index. Raises StartupError where the machine cannot run our kernels."""
     cupy = _import_cupy()
-    check_platform(_platform(cupy, device))
+    platform = _platform(cupy, device)
+    check_platform(platform)
     return Compiler(
         cupy.RawModule,
         cupy.cuda.compiler.CompileException,
         lambda: torch.cuda.current_stream(device).cuda_stream,
+        f"NVRTC {_version(platform.compiler_cuda or 0)}, CuPy {cupy.__version__} for CUDA "
+        f"{_version(platform.cupy_cuda)}, torch {torch.__version__} for CUDA {platform.torch_cuda}",
     )
 
 
@@ -210,6 +216,12 @@ def check_platform(platform: Platform) -> None:
         raise StartupError(
             f"torch was built for CUDA {torch_major}, CuPy for CUDA {cupy_major}: "
             f"pip uninstall cupy-cuda{cupy_major}x and pip install cupy-cuda{torch_major}x, or use --device cpu"
+        )
+    if platform.compiler_cuda is None or platform.compiler_cuda // 1000 != cupy_major:
+        found = "is missing" if platform.compiler_cuda is None else f"is {_version(platform.compiler_cuda)}"
+        raise StartupError(
+            f"NVRTC, which compiles the CUDA kernels, {found}; CuPy needs the one of CUDA {cupy_major}: pip install "
+            f"nvidia-cuda-nvrtc=={cupy_major}.* nvidia-cuda-runtime=={cupy_major}.*, or use --device cpu"
         )
     if platform.driver_cuda == 0:
         raise StartupError("there is no NVIDIA driver: install one, or use --device cpu")
@@ -241,11 +253,17 @@ def _import_cupy() -> Any:
 
 def _platform(cupy: Any, device: torch.device) -> Platform:
     runtime = cupy.cuda.runtime
+    try:
+        major, minor = cupy.cuda.nvrtc.getVersion()
+        compiler_cuda = 1000 * major + 10 * minor
+    except RuntimeError:  # the library is looked for at the first call
+        compiler_cuda = None
     num_devices = torch.cuda.device_count()
     is_there = num_devices > 0
     return Platform(
         torch_cuda=torch.version.cuda,
         cupy_cuda=runtime.runtimeGetVersion(),
+        compiler_cuda=compiler_cuda,
         driver_cuda=runtime.driverGetVersion(),
         num_devices=num_devices,
         device_name=torch.cuda.get_device_name(device) if is_there else "",
