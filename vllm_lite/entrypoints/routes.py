@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.config import EngineConfig, ServerConfig
@@ -100,6 +100,9 @@ class Api:
     async def _read(self, request: web.Request) -> GenerateRequest:
         if request.content_length is not None and request.content_length > self._max_body:
             raise web.HTTPRequestEntityTooLarge(max_size=self._max_body)
+        encoding = request.headers.get("Content-Encoding") or "identity"
+        if encoding.lower() != "identity":
+            raise RequestError(f"the body must be plain JSON, without Content-Encoding; got {encoding[:80]}.")
         try:
             body = await request.read()
         except web.RequestPayloadError as error:
@@ -130,6 +133,8 @@ class Api:
         """Sends nothing, not even a header, before the first message: until then a failure has a status of its own."""
         messages = StreamMessages(asked.prompt, asked.params.n, self._delimiter)
         response = web.StreamResponse(headers=STREAM_HEADERS)
+        if request.version < HttpVersion11:  # which has no chunks: the end of the connection is the end of the stream
+            response.force_close()
         try:
             async for delta in deltas:
                 self._record(delta, record)
