@@ -56,7 +56,10 @@ class EngineConfig:
         "auto", "what the model runs in; auto takes the checkpoint's, as far as the chip has it"
     )
     max_model_len: int | None = _option(
-        None, "most tokens of a prompt and its answer together (default: the checkpoint's)", at_least=1, at_most=INT32_MAX
+        None,
+        "most tokens of a prompt and its answer together (default: the checkpoint's)",
+        at_least=1,
+        at_most=INT32_MAX,
     )
     worker_use_ray: bool = _option(False, "refused: this engine runs without ray")
     pipeline_parallel_size: int = _option(1, "only 1 for now", short="-pp", at_least=1)
