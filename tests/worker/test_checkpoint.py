@@ -184,6 +184,7 @@ def test_a_file_that_was_cut_off_is_named(folder: Path, name: str, keep: float) 
         opened(folder)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("name", ["model.safetensors", "zipped", "old"])
 def test_a_damaged_file_loads_or_is_named(folder: Path, name: str) -> None:
     path = folder / name
@@ -193,7 +194,7 @@ def test_a_damaged_file_loads_or_is_named(folder: Path, name: str) -> None:
         torch.save(torch.load(path), path, _use_new_zipfile_serialization=name == "zipped")
     content = path.read_bytes()
     choice = random.Random(0)
-    places = [*range(0, 2000, 9), *range(len(content) - 2000, len(content), 9)]
+    places = [*range(0, 2000, 17), *range(len(content) - 2000, len(content), 17)]
     num_refused = 0
     for place in places:
         damaged = bytearray(content)
@@ -204,7 +205,7 @@ def test_a_damaged_file_loads_or_is_named(folder: Path, name: str) -> None:
         except StartupError as error:
             assert str(folder) in str(error) or "tensor" in str(error)
             num_refused += 1
-    assert num_refused > 20
+    assert num_refused > 10
 
 
 def test_garbage_instead_of_safetensors_is_named(folder: Path) -> None:
