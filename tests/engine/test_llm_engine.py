@@ -55,6 +55,13 @@ HELLO_WORLD = [*ENCODE("hello"), STOP, *ENCODE("world")]
         ({EOS}, {}, ("helloworld", 12, "stop", None)),
         ({EOS}, {"stop_token_ids": [STOP]}, ("hello", 6, "stop", STOP)),
         ({EOS}, {"stop_token_ids": [STOP], "skip_special_tokens": False}, ("hello", 6, "stop", STOP)),
+        ({EOS}, {"stop_token_ids": ENCODE("w"), "stop": "wo"}, ("hello", 7, "stop", ENCODE("w")[0])),
+        (
+            {EOS},
+            {"stop_token_ids": ENCODE("w"), "include_stop_str_in_output": True},
+            ("hellow", 7, "stop", ENCODE("w")[0]),
+        ),
+        ({EOS}, {"stop_token_ids": [STOP], "include_stop_str_in_output": True}, ("hello", 6, "stop", STOP)),
         ({EOS}, {"stop": ["<stop>"]}, ("hello", 6, "stop", "<stop>")),
         ({EOS}, {"stop": ["<stop>"], "skip_special_tokens": False}, ("hello", 6, "stop", "<stop>")),
         ({EOS}, {"stop": "low"}, ("hel", 7, "stop", "low")),
