@@ -156,6 +156,19 @@ def test_refused_bodies_leave_no_memory_behind() -> None:
         assert resident_mib(server) < before + 32
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("count", [10**6, 10**9, 10**99])
+@pytest.mark.parametrize("name", ["n", "best_of", "top_k", "truncate_prompt_tokens", "logprobs"])
+def test_no_number_makes_the_server_allocate(server: Server, name: str, count: int, is_stream: bool) -> None:
+    """With temperature above zero, since greedy requests with many candidates are refused before their number."""
+    before = resident_mib(server)
+    response = server.post({"prompt": "a", "max_tokens": 4, "temperature": 1, "stream": is_stream, name: count})
+    assert response.status == (400 if name in ("n", "best_of", "logprobs") else 200), response.raw
+    assert resident_mib(server) < before + 32
+    assert "Traceback" not in server.log
+
+
 def leave(server: Server, seed: int) -> None:
     """A client that streams or not, and leaves at a random moment: before, while or after it is served."""
     generator = random.Random(seed)

@@ -119,11 +119,13 @@ class Api:
     async def _answer(
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
     ) -> web.StreamResponse:
-        outputs = OutputAccumulator(record.request_id, asked.prompt, (), num_outputs=asked.params.n)
+        outputs: OutputAccumulator | None = None
         async for delta in deltas:
             self._record(delta, record)
+            if outputs is None:  # not before the engine has accepted n, which may be any number
+                outputs = OutputAccumulator(record.request_id, asked.prompt, (), num_outputs=asked.params.n)
             outputs.add(delta)
-        if record.is_aborted:
+        if outputs is None or record.is_aborted:
             return error_response(503, STOPPING)
         return json_response(200, {"text": [asked.prompt + text for text in outputs.texts()]})
 
@@ -131,13 +133,15 @@ class Api:
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
     ) -> web.StreamResponse:
         """Sends nothing, not even a header, before the first message: until then a failure has a status of its own."""
-        messages = StreamMessages(asked.prompt, asked.params.n, self._delimiter)
+        messages: StreamMessages | None = None
         response = web.StreamResponse(headers=STREAM_HEADERS)
         if request.version < HttpVersion11:  # which has no chunks: the end of the connection is the end of the stream
             response.force_close()
         try:
             async for delta in deltas:
                 self._record(delta, record)
+                if messages is None:  # not before the engine has accepted n, which may be any number
+                    messages = StreamMessages(asked.prompt, asked.params.n, self._delimiter)
                 if is_message(delta):
                     await response.prepare(request)
                     await response.write(messages.add(delta))
