@@ -34,7 +34,7 @@ NO_EFFECT = (
 
 
 def _option(default: Any, help: str, *, short: str | None = None, at_least: float | None = None, **more: Any) -> Any:
-    """A field with what the command line needs to know; `more` may hold `at_most` and `metavar`."""
+    """A field with what the command line needs to know; `more` may hold `at_most`."""
     return field(default=default, metadata={"help": help, "short": short, "at_least": at_least, **more})
 
 

@@ -77,6 +77,15 @@ def test_a_config_without_dtype_takes_that_of_the_weights(dtype: torch.dtype, tm
     assert opened(folder).config.dtype == str(dtype).removeprefix("torch.")
 
 
+def test_only_floats_say_what_the_weights_are_in(folder: Path) -> None:
+    weights = {"a.mask": torch.ones(4, dtype=torch.int64), **weights_of(folder)}
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    edit_json(folder / "config.json", dtype=REMOVED)
+
+    assert opened(folder).config.dtype == "float32"
+
+
 def test_shards_are_read_by_their_index_and_a_stale_file_beside_them_is_not(tmp_path: Path) -> None:
     model = make_model()
     save_checkpoint(tmp_path, model, max_shard_size="100KB")

@@ -23,7 +23,7 @@ from vllm_lite.worker.hub import HubRepo, default_model_path, local_path, small_
 from vllm_lite.worker.pickle_format import open_pickle
 from vllm_lite.worker.safetensors_format import open_safetensors
 from vllm_lite.worker.weight_files import FORMATS_OF, WeightFiles, choose_weight_files
-from vllm_lite.worker.weights import CheckpointTensor, fill_with_random, load_weights
+from vllm_lite.worker.weights import FLOAT_DTYPES, CheckpointTensor, fill_with_random, load_weights
 
 __all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint", "tokenizer_path"]
 
@@ -147,8 +147,10 @@ def _open_gguf(path: Path, config: EngineConfig) -> Checkpoint:
 
 
 def _with_stored_dtype(model: ModelConfig, tensors: list[CheckpointTensor]) -> ModelConfig:
-    """Where config.json does not say what the weights are in, the first tensor does, as in transformers."""
-    if model.dtype is None and tensors and tensors[0].dtype is not None:
-        name = str(tensors[0].dtype).removeprefix("torch.")
-        return dataclasses.replace(model, dtype=name if name != "float64" else "float32")
-    return model
+    """Where config.json does not say what the weights are in, the first tensor of floats does, as in transformers."""
+    stored = next((tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES), None)
+    if model.dtype is not None or stored is None:
+        return model
+    return dataclasses.replace(
+        model, dtype="float32" if stored == torch.float64 else str(stored).removeprefix("torch.")
+    )
