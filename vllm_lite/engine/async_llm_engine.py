@@ -247,7 +247,7 @@ class AsyncLLMEngine:
             raise RuntimeError(f"the step raised {error!r}") from error
 
     def _fail_step(self, error: BaseException) -> None:
-        request_ids = self._engine.fail_step(error)
+        request_ids = self._engine.fail_step()
         logger.error("A step failed, and with it the requests %s.", ", ".join(request_ids), exc_info=error)
         prompts = {hash(tuple(self.prompt_token_ids(request_id))) for request_id in request_ids}
         for request_id in request_ids:

@@ -160,7 +160,7 @@ class LLMEngine:
         self._remove_aborted()
         return [self._delta(request_id, outputs) for request_id, outputs in completions.items()]
 
-    def fail_step(self, error: BaseException) -> list[str]:
+    def fail_step(self) -> list[str]:
         """Closes a step that raised: its requests are gone, and their ids are returned. No other is touched."""
         plan = self._close_step()
         failed = {scheduled.request.request_id: scheduled.request for scheduled in plan.scheduled}
