@@ -88,7 +88,7 @@ def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> Path:
         return path
     repo = HubRepo(config.tokenizer, config.tokenizer_revision, config.download_dir)
     folder = repo.cached_folder()
-    if folder is not None and any(name.startswith("tokenizer") for name in _file_names(folder)):
+    if folder is not None and _has_tokenizer(folder):
         return folder
     return repo.download(small_files(repo.list_files(), with_code=config.trust_remote_code))
 
@@ -103,7 +103,7 @@ def _from_hub(name: str, config: EngineConfig) -> Path:
     """The snapshot's folder, from the cache where that is complete; only the files that are needed are fetched."""
     repo = HubRepo(name, config.revision, config.download_dir)
     folder = repo.cached_folder()
-    if folder is not None and _is_complete(folder, config.load_format):
+    if folder is not None and _is_complete(folder, config):
         return folder
     names = repo.list_files()
     wanted = small_files(names, with_code=config.trust_remote_code)
@@ -114,14 +114,20 @@ def _from_hub(name: str, config: EngineConfig) -> Path:
     return repo.download([*wanted, *files.names])
 
 
-def _is_complete(folder: Path, load_format: str) -> bool:
-    if load_format == "dummy":
-        return (folder / "config.json").is_file()
+def _is_complete(folder: Path, config: EngineConfig) -> bool:
+    has_config = (folder / "config.json").is_file()
+    has_tokenizer = config.tokenizer is not None or _has_tokenizer(folder)
+    if config.load_format == "dummy":
+        return has_config and has_tokenizer
     try:
-        files = _weight_files(folder, load_format)
+        files = _weight_files(folder, config.load_format)
     except StartupError:
         return False
-    return files.format == "gguf" or (folder / "config.json").is_file()
+    return files.format == "gguf" or (has_config and has_tokenizer)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(name.startswith(("tokenizer", "vocab.")) for name in _file_names(folder))
 
 
 def _weight_files(folder: Path, load_format: str) -> WeightFiles:
