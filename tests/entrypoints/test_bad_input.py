@@ -130,14 +130,14 @@ def test_large_bodies_do_not_delay_other_streams(server: Server) -> None:
     with server.connect() as stream, ThreadPoolExecutor(2) as pool:
         stream.sendall(generate_bytes({"prompt": "a", "stream": True, "max_tokens": 3000, "ignore_eos": True}))
         assert stream.recv(65536)
-        refusals = [pool.submit(server.post, body) for body in bodies]
+        refusals = [pool.submit(server.post, body) for body in bodies * 3]
         gaps = []
         begin = time.monotonic()
         while not all(refusal.done() for refusal in refusals):
             start = time.monotonic()
             assert stream.recv(65536)
             gaps.append(time.monotonic() - start)
-        assert [refusal.result().status for refusal in refusals] == [400, 400]
+        assert {refusal.result().status for refusal in refusals} == {400}
     assert max(gaps) < max(0.5, (time.monotonic() - begin) / 2)
 
 
