@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ Config = TypeVar("Config", "EngineConfig", "ServerConfig")
 INT32_MAX = 2**31 - 1
 """Lengths, positions and numbers of blocks are int32 everywhere."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://[^/\s]+/?")
 NO_EFFECT = (
     "swap_space",
     "max_paddings",
@@ -144,6 +146,9 @@ class ServerConfig:
         check_fields(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise StartupError("--ssl-keyfile and --ssl-certfile only work together: give both or none.")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise StartupError(f"--allowed-origins must be like https://example.org:8080, or *, got {origin!r}.")
 
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.engine_fakes import (
     EOS,
+    SETTINGS,
     STOP,
     VOCAB_SIZE,
     FailingExecutor,
@@ -20,6 +22,7 @@ from tests.helpers.engine_fakes import (
     greedy,
     make_engine,
 )
+from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput
 from vllm_lite.errors import RequestError
 from vllm_lite.outputs import CompletionOutput
@@ -135,6 +138,25 @@ def test_a_prompt_that_is_to_be_truncated_may_be_long() -> None:
     request = engine.prepare("r", "x" * 10_000 + "end", None, greedy(truncate_prompt_tokens=3))
     assert request.prompt_token_ids == ENCODE("end")
     assert engine.prepare("r", "ab", None, greedy(truncate_prompt_tokens=3)).prompt_token_ids == ENCODE("ab")
+
+
+class NoBoundTokenizer(ByteTokenizer):
+    """Cannot tell how few tokens a text may have, and must not be asked to read one that is too long."""
+
+    def min_num_tokens(self, text: str) -> int:
+        return 0
+
+    def encode(self, text: str) -> list[int]:
+        assert len(text) < 100_000
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("truncate_prompt_tokens", [None, 3])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NoBoundTokenizer()], ids=["bound", "no bound"])
+def test_no_prompt_is_tokenised_whatever_its_size(tokenizer: ByteTokenizer, truncate_prompt_tokens: int | None) -> None:
+    engine = LLMEngine(replace(SETTINGS, max_model_len=100), tokenizer)
+    with pytest.raises(RequestError, match=r"at least 5000000 tokens|at most 71936 bytes .* 100 tokens, got 5000000"):
+        engine.prepare("r", "x" * 5_000_000, None, greedy(truncate_prompt_tokens=truncate_prompt_tokens))
 
 
 @pytest.mark.parametrize(

@@ -386,6 +386,7 @@ def test_pages_of_other_sites_are_refused(server: Server) -> None:
         assert_refused(server.post(ASKED, host, f"Origin: {origin}"), 403, "--allowed-origins")
         assert_refused(server.get("/metrics", host, f"Origin: {origin}"), 403)
     assert server.post(ASKED, host, f"Origin: http://localhost:{server.port}").status == 200
+    assert server.post(ASKED, "Host: localhost", "Origin: http://LOCALHOST:80").status == 200
     assert server.post(ASKED, "Host: tunnel.example").status == 200
 
 

@@ -149,6 +149,6 @@ def _check_something_is_left(params: SamplingParams, banned: set[int], vocab_siz
     if not is_anything_left:
         field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
         raise RequestError(
-            f"{field} leaves no token to pick: every allowed id is a bad word, or ends the text before min_tokens="
-            f"{params.min_tokens}."
+            f"{field} leaves no token to pick: every allowed id is a bad word, or ends the text before min_tokens, "
+            f"which is {params.min_tokens}."
         )

@@ -187,9 +187,9 @@ class Api:
     async def _refuse_foreign_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """A browser names the page that sends a request; scripts name none."""
         own = f"{request.scheme}://{request.headers.get('Host', '')}"
-        allowed = {own.lower(), *(origin.rstrip("/").lower() for origin in self._config.allowed_origins)}
+        allowed = {_normal_origin(origin) for origin in (own, *self._config.allowed_origins)}
         for origin in request.headers.getall("Origin", ()):
-            if origin.lower() not in allowed and "*" not in allowed:
+            if _normal_origin(origin) not in allowed and "*" not in allowed:
                 return error_response(403, f"pages of {origin} may not call this server; see --allowed-origins.")
         return await handler(request)
 
@@ -206,6 +206,13 @@ def json_response(status: int, value: dict[str, Any], **headers: str) -> web.Res
 def error_response(status: int, detail: str, **headers: str) -> web.Response:
     """Never a top-level key `error`: an old load tester would retry for ever."""
     return json_response(status, {"detail": detail}, **headers)
+
+
+def _normal_origin(origin: str) -> str:
+    """Case, a slash at the end and the scheme's own port make no difference."""
+    origin = origin.lower().rstrip("/")
+    default_port = ":80" if origin.startswith("http://") else ":443"
+    return origin.removesuffix(default_port)
 
 
 def _close_without_last_chunk(request: web.Request) -> None:
