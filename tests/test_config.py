@@ -123,6 +123,11 @@ def test_wrong_origins_are_named() -> None:
         "http://a",
         "http://b",
     )
+    for origins in ("*", "null", "https://a.example:8443/", "http://[::1]:80"):
+        ServerConfig(allowed_origins=(origins,))
+    for origin in ("a", "http://", "http://a/b", "http:/a"):
+        with pytest.raises(StartupError, match=f"--allowed-origins must be like .*got '{origin}'"):
+            ServerConfig(allowed_origins=(origin,))
     with pytest.raises(StartupError, match="--allowed-origins must be a tuple of strings"):
         ServerConfig(allowed_origins="http://a")  # type: ignore[arg-type]
 

@@ -259,6 +259,13 @@ def _metadata(**keys: object) -> dict[str, Any]:
         ({"model": None}, "no tokenizer.*--tokenizer"),
         ({"merges": None}, "lacks tokenizer.ggml.merges.*--tokenizer"),
         ({"model": "llama"}, "lacks tokenizer.ggml.scores.*--tokenizer"),
+        ({"model": ["gpt2"]}, "kind .'gpt2'.*--tokenizer"),
+        ({"pre": ["gpt2"]}, "tokenizer is broken.*--tokenizer"),
+        ({"tokens": 5}, "tokenizer is broken.*--tokenizer"),
+        ({"merges": ["a b c"]}, "tokenizer is broken.*--tokenizer"),
+        ({"merges": ["a \x00banana"]}, "tokenizer is broken.*--tokenizer"),
+        ({"bos_token_id": "first"}, "tokenizer is broken.*--tokenizer"),
+        ({"model": "llama", "scores": [0.0] * 7}, "tokenizer is broken .400 tokens, 7 scores.*--tokenizer"),
     ],
 )
 def test_what_cannot_be_read_is_named(keys: dict[str, object], message: str) -> None:

@@ -44,6 +44,7 @@ REFUSED = [
     ({"early_stopping": True}, "early_stopping only works with beam search"),
     ({"early_stopping": "never"}, "early_stopping only works with beam search"),
     ({"early_stopping": 1}, 'early_stopping must be true, false or "never", got 1.'),
+    ({"early_stopping": 1.0, "use_beam_search": True, "best_of": 2, "temperature": 0}, "early_stopping must be true"),
     ({"early_stopping": "x"}, "early_stopping must be true, false or \"never\", got 'x'."),
     ({"early_stopping": []}, 'early_stopping must be true, false or "never", got [].'),
     ({"length_penalty": 2}, "length_penalty only works with beam search"),

@@ -125,9 +125,43 @@ def test_what_is_no_sentencepiece_model(tmp_path: Path) -> None:
         load_sentencepiece(broken)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"a": {"content": "x"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"900": None}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"900": {"content": 5}}}),
+        ("tokenizer_config.json", {"bos_token": {}}),
+        ("tokenizer_config.json", {"eos_token": [1]}),
+        ("added_tokens.json", {"<new>": None}),
+        ("added_tokens.json", {"<new>": "900"}),
+    ],
+    ids=str,
+)
+def test_a_configuration_file_that_says_something_else(path: Path, tmp_path: Path, name: str, content: object) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(path.read_bytes())
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(StartupError, match=r"tokenizer.model, or .*is broken.*--tokenizer"):
+        load_sentencepiece(tmp_path / "tokenizer.model")
+
+
+def test_a_model_with_damaged_pieces(path: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "tokenizer.model"
+    damaged.write_bytes(path.read_bytes().replace("▁w".encode(), b"\xff\xff\xffw"))
+    with pytest.raises(StartupError, match=r"tokenizer.model.*--tokenizer"):
+        load_sentencepiece(damaged)
+
+
+def test_spaces_written_out_in_a_text_are_no_reason_to_refuse_it(tmp_path: Path) -> None:
+    tokenizer = load_sentencepiece(train_sentencepiece(tmp_path, user_defined=["▁" * 16]))
+    for text in ("▁" * 1600, " " * 1600):
+        assert 0 < tokenizer.min_num_tokens(text) <= len(tokenizer.encode_plain(text))
+
+
 def test_a_broken_configuration_file(path: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(path.read_bytes())
-    for content, message in (("{", "is not JSON"), ("[1]", "holds no JSON object")):
+    for content, message in (("{", "is not JSON"), ("[1]", "holds no JSON object"), ("[" * 100_000, "is not JSON")):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(StartupError, match=message):
             load_sentencepiece(tmp_path / "tokenizer.model")

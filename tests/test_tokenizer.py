@@ -142,6 +142,17 @@ def test_min_num_tokens_where_it_is_certain(folder: Path) -> None:
     assert _bound(folder, core) == 0
 
 
+def test_min_num_tokens_holds_for_spaces_that_are_written_out(folder: Path) -> None:
+    pieces = ["▁" * (1 << power) for power in range(5)]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {piece: 256 + i for i, piece in enumerate(pieces)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[(p, p) for p in pieces[:-1]], byte_fallback=True))
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.decoder = decoders.ByteFallback()
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
+    for text in ("▁" * 1600, " " * 1600):
+        assert 0 < _load(folder).min_num_tokens(text) <= len(_load(folder).encode(text)) == 100
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -258,7 +269,16 @@ def test_a_broken_file_is_named(folder: Path, name: str) -> None:
         _load(folder)
 
 
-def test_a_tokenizer_json_that_is_something_else(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+@pytest.mark.parametrize("change", [{}, {"version": 5}, {"model": {"type": "banana"}}, {"model": {"type": "BPE"}}])
+def test_a_tokenizer_json_that_is_something_else(folder: Path, change: dict[str, Any]) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text()) if change else {"version": "1.0"}
+    (folder / "tokenizer.json").write_text(json.dumps(content | change))
+    with pytest.raises(StartupError, match=r"No tokenizer can be loaded.*--tokenizer"):
+        _load(folder)
+
+
+def test_a_tokenizer_config_that_says_something_else(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    write_tokenizer_config(folder, **(config | {"model_max_length": "long"}))
     with pytest.raises(StartupError, match=r"No tokenizer can be loaded.*--tokenizer"):
         _load(folder)

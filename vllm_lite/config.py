@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ Config = TypeVar("Config", "EngineConfig", "ServerConfig")
 INT32_MAX = 2**31 - 1
 """Lengths, positions and numbers of blocks are int32 everywhere."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://[^/\s]+/?")
 NO_EFFECT = (
     "swap_space",
     "max_paddings",
@@ -34,7 +36,7 @@ NO_EFFECT = (
 
 
 def _option(default: Any, help: str, *, short: str | None = None, at_least: float | None = None, **more: Any) -> Any:
-    """A field with what the command line needs to know; `more` may hold `at_most` and `metavar`."""
+    """A field with what the command line needs to know; `more` may hold `at_most`."""
     return field(default=default, metadata={"help": help, "short": short, "at_least": at_least, **more})
 
 
@@ -56,7 +58,10 @@ class EngineConfig:
         "auto", "what the model runs in; auto takes the checkpoint's, as far as the chip has it"
     )
     max_model_len: int | None = _option(
-        None, "most tokens of a prompt and its answer together (default: the checkpoint's)", at_least=1, at_most=INT32_MAX
+        None,
+        "most tokens of a prompt and its answer together (default: the checkpoint's)",
+        at_least=1,
+        at_most=INT32_MAX,
     )
     worker_use_ray: bool = _option(False, "refused: this engine runs without ray")
     pipeline_parallel_size: int = _option(1, "only 1 for now", short="-pp", at_least=1)
@@ -141,6 +146,9 @@ class ServerConfig:
         check_fields(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise StartupError("--ssl-keyfile and --ssl-certfile only work together: give both or none.")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise StartupError(f"--allowed-origins must be like https://example.org:8080, or *, got {origin!r}.")
 
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]

@@ -104,13 +104,20 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> BaseTokenizer:
     """The tokenizer of a GGUF file, from the values of its `tokenizer.ggml.*` keys. Raises StartupError."""
     model = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}
-    if model not in builders:
+    if not isinstance(model, str) or model not in builders:
         what = "no tokenizer" if model is None else f"a tokenizer of kind {model!r} (can be read: gpt2, llama)"
         raise StartupError(f"The GGUF file holds {what}; pass --tokenizer with a folder that has one.")
     try:
         return builders[model](metadata)
     except KeyError as error:
         raise StartupError(f"The GGUF file lacks {error.args[0]}; pass --tokenizer with a folder.") from error
+    except StartupError:
+        raise
+    except Exception as error:  # for merges that do not fit, the tokenizers library raises just that class
+        reason = str(error).partition("\n")[0]
+        raise StartupError(
+            f"The GGUF file's tokenizer is broken ({reason}); pass --tokenizer with a folder."
+        ) from error
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any]) -> BaseTokenizer:
@@ -148,10 +155,13 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> BaseTokenizer:
     types = _token_types(metadata)
     if UNKNOWN not in types:
         types[metadata.get("tokenizer.ggml.unknown_token_id", 0)] = UNKNOWN
+    scores = metadata["tokenizer.ggml.scores"]
+    if not len(tokens) == len(scores) == len(types):
+        raise ValueError(f"{len(tokens)} tokens, {len(scores)} scores, {len(types)} types")
     return SentencePieceTokenizer(
         processor_from_pieces(
             tokens,
-            metadata["tokenizer.ggml.scores"],
+            scores,
             types,
             adds_space=metadata.get("tokenizer.ggml.add_space_prefix", True),
         ),
@@ -181,7 +191,10 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 
 def _ends(metadata: Mapping[str, Any], *, adds_bos: bool) -> dict[str, Any]:
     """What is put around a prompt, and the end of sequence."""
-    bos, eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+    bos, eos = (
+        None if (token_id := metadata.get(f"tokenizer.ggml.{name}_token_id")) is None else int(token_id)
+        for name in ("bos", "eos")
+    )
     has_bos = bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
     has_eos = eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False)
     return {"bos_ids": [bos] if has_bos else [], "eos_ids": [eos] if has_eos else [], "eos_token_id": eos}

@@ -92,14 +92,15 @@ def load_hugging_face(folder: Path, *, is_slow: bool, trust_remote_code: bool) -
         tokenizer = AutoTokenizer.from_pretrained(
             folder, use_fast=not is_slow, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        adapter = HuggingFaceTokenizer(tokenizer)
+    except Exception as error:  # for a tokenizer.json that is none, the tokenizers library raises just that class
         raise StartupError(f"No tokenizer can be loaded from {folder} ({error}); pass --tokenizer.") from error
     if is_slow and tokenizer.is_fast:
         raise StartupError(
             f"--tokenizer-mode slow: transformers has no Python tokenizer for {folder}, and there is no"
             " tokenizer.model for sentencepiece either; leave --tokenizer-mode out."
         )
-    return HuggingFaceTokenizer(tokenizer)
+    return adapter
 
 
 def _byte_tokens(vocab: dict[str, int]) -> dict[int, int]:

@@ -137,7 +137,7 @@ class SamplingParams:
         for name in _FLOATS:
             if not _is_finite(getattr(self, name)):
                 raise RequestError(f"{name} must be a finite number, got {_show(getattr(self, name))}.")
-        if self.early_stopping not in (True, False, "never") or _is_int(self.early_stopping):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise RequestError(f'early_stopping must be true, false or "never", got {_show(self.early_stopping)}.')
 
     def _check_ranges(self) -> None:

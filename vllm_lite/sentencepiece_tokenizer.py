@@ -61,7 +61,10 @@ class SentencePieceTokenizer(BaseTokenizer):
             vocab_size=max(self._bytes) + 1,
             eos_token_id=eos_token_id,
             special_ids=special_ids,
-            bound=TokenByteBound(max(map(len, self._bytes.values()))) if _keeps_text(processor) else None,
+            # A space may be written out as "\u2581", which has more bytes than a space.
+            bound=TokenByteBound(max(len(text.encode()) for text in (*pieces, *added_tokens)))
+            if _keeps_text(processor)
+            else None,
         )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -86,12 +89,25 @@ def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     """
     try:
         processor = SentencePieceProcessor(model_file=str(path))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise StartupError(f"{path} is not a sentencepiece model; pass --tokenizer another one.") from error
     config = read_json(path.with_name("tokenizer_config.json"))
-    added: dict[str, int] = dict(read_json(path.with_name("added_tokens.json")))
+    added = read_json(path.with_name("added_tokens.json"))
+    try:
+        return _configured(processor, config, added)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StartupError(
+            f"{path}, or the tokenizer_config.json or added_tokens.json beside it, is broken ({error!r}); pass"
+            " --tokenizer another one."
+        ) from error
+
+
+def _configured(
+    processor: SentencePieceProcessor, config: Mapping[str, Any], added: dict[str, int]
+) -> SentencePieceTokenizer:
+    """Raises whatever comes of files that say something else than they should."""
     special_ids = set()
-    for token_id, token in config.get("added_tokens_decoder", {}).items():
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         if int(token_id) >= processor.get_piece_size():
             added[token["content"]] = int(token_id)
         if token.get("special"):
@@ -145,7 +161,9 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error}.") from error
+    except (ValueError, RecursionError) as error:
         raise StartupError(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise StartupError(f"{path} holds no JSON object.")

@@ -34,10 +34,8 @@ def token_byte_bound(core: Tokenizer) -> TokenByteBound | None:
     if not is_byte_level and not core.model.byte_fallback:
         return None
     written = {token.content for token in added}
-    longest = max(
-        len(token) if is_byte_level and token not in written else len(token.replace(SPACE, " ").encode())
-        for token in vocab
-    )
+    # A space may be written out as "\u2581" in the text, so that counts with its own bytes.
+    longest = max(len(token) if is_byte_level and token not in written else len(token.encode()) for token in vocab)
     return TokenByteBound(longest, missing)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from tests.helpers.byte_tokenizer import ByteTokenizer
@@ -121,6 +122,11 @@ def test_sampling_keeps_every_number() -> None:
     rule = rules(params)
     assert (rule.sampling_row, rule.top_k, rule.needs_history) == ((0.7, 0.5, 0.2, 0.0, -1, 1.5), 3, True)
     assert (rule.bias_ids.tolist(), rule.bias_values.tolist(), rule.allowed_ids) == ([5], [-2.0], None)
+
+
+def test_numbers_beyond_float32_are_its_largest() -> None:
+    row = rules(SamplingParams(temperature=1e300, repetition_penalty=1e300)).sampling_row
+    assert np.isfinite(np.array(row, np.float32)).all()  # a warning of numpy is an error here
 
 
 def test_the_allowed_ids_are_sorted_and_single() -> None:

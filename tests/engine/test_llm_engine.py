@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.engine_fakes import (
     EOS,
+    SETTINGS,
     STOP,
     VOCAB_SIZE,
     FailingExecutor,
@@ -20,6 +22,7 @@ from tests.helpers.engine_fakes import (
     greedy,
     make_engine,
 )
+from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput
 from vllm_lite.errors import RequestError
 from vllm_lite.outputs import CompletionOutput
@@ -55,6 +58,13 @@ HELLO_WORLD = [*ENCODE("hello"), STOP, *ENCODE("world")]
         ({EOS}, {}, ("helloworld", 12, "stop", None)),
         ({EOS}, {"stop_token_ids": [STOP]}, ("hello", 6, "stop", STOP)),
         ({EOS}, {"stop_token_ids": [STOP], "skip_special_tokens": False}, ("hello", 6, "stop", STOP)),
+        ({EOS}, {"stop_token_ids": ENCODE("w"), "stop": "wo"}, ("hello", 7, "stop", ENCODE("w")[0])),
+        (
+            {EOS},
+            {"stop_token_ids": ENCODE("w"), "include_stop_str_in_output": True},
+            ("hellow", 7, "stop", ENCODE("w")[0]),
+        ),
+        ({EOS}, {"stop_token_ids": [STOP], "include_stop_str_in_output": True}, ("hello", 6, "stop", STOP)),
         ({EOS}, {"stop": ["<stop>"]}, ("hello", 6, "stop", "<stop>")),
         ({EOS}, {"stop": ["<stop>"], "skip_special_tokens": False}, ("hello", 6, "stop", "<stop>")),
         ({EOS}, {"stop": "low"}, ("hel", 7, "stop", "low")),
@@ -128,6 +138,25 @@ def test_a_prompt_that_is_to_be_truncated_may_be_long() -> None:
     request = engine.prepare("r", "x" * 10_000 + "end", None, greedy(truncate_prompt_tokens=3))
     assert request.prompt_token_ids == ENCODE("end")
     assert engine.prepare("r", "ab", None, greedy(truncate_prompt_tokens=3)).prompt_token_ids == ENCODE("ab")
+
+
+class NoBoundTokenizer(ByteTokenizer):
+    """Cannot tell how few tokens a text may have, and must not be asked to read one that is too long."""
+
+    def min_num_tokens(self, text: str) -> int:
+        return 0
+
+    def encode(self, text: str) -> list[int]:
+        assert len(text) < 100_000
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("truncate_prompt_tokens", [None, 3])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NoBoundTokenizer()], ids=["bound", "no bound"])
+def test_no_prompt_is_tokenised_whatever_its_size(tokenizer: ByteTokenizer, truncate_prompt_tokens: int | None) -> None:
+    engine = LLMEngine(replace(SETTINGS, max_model_len=100), tokenizer)
+    with pytest.raises(RequestError, match=r"at least 5000000 tokens|at most 71936 bytes .* 100 tokens, got 5000000"):
+        engine.prepare("r", "x" * 5_000_000, None, greedy(truncate_prompt_tokens=truncate_prompt_tokens))
 
 
 @pytest.mark.parametrize(
@@ -273,9 +302,9 @@ def test_a_failing_step_takes_its_own_requests_only() -> None:
     step = engine.begin_step()
     assert step is not None
     engine.abort("b")
-    with pytest.raises(RuntimeError, match="on fire") as error:
+    with pytest.raises(RuntimeError, match="on fire"):
         executor.execute(step)
-    assert engine.fail_step(error.value) == ["a"], "b had left already"
+    assert engine.fail_step() == ["a"], "b had left already"
     assert engine.stats().num_free_blocks == 200
     assert [delta.request_id for delta in engine.step(executor)] == ["c"]
 

@@ -79,3 +79,12 @@ def test_many_long_stop_strings_cost_little_more_than_one(text: str) -> None:
     pieces = list(text)
     time_of_one = best_time(lambda: _run(pieces, ["END"]), num_runs=3)
     assert best_time(lambda: _run(pieces, stops), num_runs=3) < 40 * time_of_one
+
+
+def test_a_long_piece_costs_linear_time() -> None:
+    stops = ["a" * (500 + index) + "b" for index in range(16)]
+
+    def push(length: int) -> None:
+        StopStringFilter(stops, False).push("a" * length)
+
+    assert best_time(lambda: push(100_000), num_runs=3) < 60 * best_time(lambda: push(5_000), num_runs=3)

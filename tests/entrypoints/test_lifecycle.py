@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +16,8 @@ import pytest
 
 from tests.helpers.server import (
     FAKE,
+    REAL,
+    ROOT,
     Response,
     Server,
     generate_bytes,
@@ -131,6 +135,22 @@ def test_second_signal_ends_at_once() -> None:
             while data := connection.recv(65536):
                 received += data
         assert not received.endswith(b"\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("module", ["torch", "aiohttp"])
+def test_interrupt_while_modules_are_imported_ends_at_once(module: str) -> None:
+    """The process interrupts itself as soon as it looks for the module."""
+    start = f"""
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, *rest):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module({REAL!r}, run_name="__main__")
+"""
+    result = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_dead_engine_ends_its_clients_then_health_then_the_process() -> None:

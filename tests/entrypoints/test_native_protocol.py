@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import itertools
 import json
 import socket
@@ -20,6 +21,7 @@ from tests.helpers.server import REAL, Response, Server, generate_bytes, read_re
 ASKED: dict[str, Any] = {"prompt": "Hé", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 ANSWER = "Hé" + "".join(PIECES) * 2
 STREAMED = {**ASKED, "stream": True}
+GIBIBYTE_OF_ZEROS = gzip.compress(bytes(64 * 2**20), compresslevel=1) * 16
 NASTY_PROMPTS = [
     "  two spaces ",
     "tab\tnew\n",
@@ -355,6 +357,23 @@ def test_garbage_is_400_and_leaves_no_traceback(server: Server) -> None:
     assert "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "GZip", "identity, gzip", "made-up"])
+def test_compressed_body_is_refused(server: Server, encoding: str) -> None:
+    assert_refused(server.post(gzip.compress(b"x"), f"Content-Encoding: {encoding}"), 400, "Content-Encoding", encoding)
+    assert server.post(ASKED, "Content-Encoding: identity").json() == {"text": [reference(server)]}
+
+
+@pytest.mark.parametrize("path, status", [("/generate", 400), ("/nothing", 404)])
+def test_bomb_is_not_inflated_even_where_nobody_reads_it(scripted: Server, path: str, status: int) -> None:
+    bomb = request_bytes("POST", path, GIBIBYTE_OF_ZEROS, "Content-Encoding: gzip", "Connection: keep-alive")
+    with scripted.connect() as connection:
+        start = time.monotonic()
+        for _ in range(10):
+            connection.sendall(bomb)
+            assert read_response(connection).status == status
+        assert time.monotonic() - start < 3  # inflating takes about a second for each
+
+
 def test_pages_of_other_sites_are_refused(server: Server) -> None:
     host = f"Host: localhost:{server.port}"
     for origin in (
@@ -367,6 +386,7 @@ def test_pages_of_other_sites_are_refused(server: Server) -> None:
         assert_refused(server.post(ASKED, host, f"Origin: {origin}"), 403, "--allowed-origins")
         assert_refused(server.get("/metrics", host, f"Origin: {origin}"), 403)
     assert server.post(ASKED, host, f"Origin: http://localhost:{server.port}").status == 200
+    assert server.post(ASKED, "Host: localhost", "Origin: http://LOCALHOST:80").status == 200
     assert server.post(ASKED, "Host: tunnel.example").status == 200
 
 
@@ -387,8 +407,9 @@ def test_a_connection_serves_many_requests(server: Server) -> None:
         assert response.json() == {"text": [reference(server)]}
 
 
-def test_http_1_0_streams_until_the_connection_closes(server: Server) -> None:
-    request = generate_bytes(STREAMED).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_http_1_0_streams_until_the_connection_closes(server: Server, connection: str) -> None:
+    request = generate_bytes(STREAMED, f"Connection: {connection}").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
     response = server.exchange(request)
     assert "transfer-encoding" not in response.headers
     assert response.messages()[-1] == reference(server)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from vllm_lite.entrypoints.request_body import MAX_COMMAS_FOR_C, parse_generate_request
+from vllm_lite.entrypoints.request_body import MAX_COMMAS_FOR_C, MAX_VALUES, parse_generate_request
 from vllm_lite.errors import RequestError
 
 MIB = 2**20
@@ -33,7 +33,7 @@ def test_prompt_of_many_commas_is_a_prompt() -> None:
 @pytest.mark.parametrize("item", [b"1", b"[]", b"{}", b'"a"', b"1.5"])
 def test_other_threads_run_while_a_body_of_many_values_is_parsed(item: bytes) -> None:
     """A parser in C would hold the interpreter for the whole body, and the main thread would run once or twice."""
-    body = b'{"prompt": [' + b",".join([item] * (MIB // (len(item) + 1))) + b"]}"
+    body = b'{"prompt": [' + b",".join([item] * (MIB // (len(item) + 2))) + b"]}"
     failures: list[RequestError] = []
 
     def parse() -> None:
@@ -50,3 +50,23 @@ def test_other_threads_run_while_a_body_of_many_values_is_parsed(item: bytes) ->
         num_turns += 1
     assert "lists of prompts" in str(failures[0])
     assert num_turns > 10
+
+
+@pytest.mark.parametrize("item", [b"1", b"null", b"[]", b"[[1]]", b'{"a":1}', b'"a"', b"1.5"])
+def test_body_of_too_many_values_is_refused_before_it_is_parsed_to_its_end(item: bytes) -> None:
+    """Wherever the values are, and although the field could hold them."""
+    items = b",".join([item] * MAX_VALUES)
+    for body in (
+        b'{"prompt": "a", "allowed_token_ids": [' + items + b"], not JSON",
+        b'{"prompt": "a"' + b"".join([b', "n": ' + item] * MAX_VALUES) + b", not JSON",
+    ):
+        with pytest.raises(RequestError, match=f"at most {MAX_VALUES} values"):
+            parse_generate_request(body)
+
+
+def test_as_many_ids_as_a_vocabulary_has_are_allowed() -> None:
+    ids = list(range(300_000))
+    body = json.dumps({"prompt": "a", "allowed_token_ids": ids, "stop": ["x", "y"], "logit_bias": {"5": 1}}).encode()
+    request = parse_generate_request(body)
+    assert request.params.allowed_token_ids == ids
+    assert (request.params.stop_strings, request.params.logit_bias) == (("x", "y"), {5: 1})

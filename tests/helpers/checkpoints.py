@@ -47,7 +47,14 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "initializer_range": 0.2,
 }
-REMOVED = object()
+
+
+class _Removed:
+    def __repr__(self) -> str:
+        return "REMOVED"  # an address would give a test another name in each process
+
+
+REMOVED = _Removed()
 """As a value of `edit_json`: the key is taken out."""
 
 _cache_root = tempfile.mkdtemp(prefix="tiny-checkpoints-")

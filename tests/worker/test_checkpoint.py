@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ def test_a_config_without_dtype_takes_that_of_the_weights(dtype: torch.dtype, tm
     edit_json(folder / "config.json", dtype=REMOVED)
 
     assert opened(folder).config.dtype == str(dtype).removeprefix("torch.")
+
+
+def test_only_floats_say_what_the_weights_are_in(folder: Path) -> None:
+    weights = {"a.mask": torch.ones(4, dtype=torch.int64), **weights_of(folder)}
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    edit_json(folder / "config.json", dtype=REMOVED)
+
+    assert opened(folder).config.dtype == "float32"
 
 
 def test_shards_are_read_by_their_index_and_a_stale_file_beside_them_is_not(tmp_path: Path) -> None:
@@ -159,6 +169,8 @@ def test_files_that_training_leaves_are_not_opened(folder: Path, tmp_path: Path)
         ([1, 2], "holds a list, not a state dict"),
         ({"state_dict": {"a": torch.zeros(1)}}, "'state_dict' is a dict; only plain tensors are read"),
         ({"step": 3}, "'step' is a int"),
+        ({"a": torch.zeros(2).to_sparse()}, "'a' is a Tensor; only plain tensors are read"),
+        ({"a": torch.zeros(2, device="meta")}, "'a' is a Tensor; only plain tensors are read"),
     ],
 )
 def test_a_pickle_without_named_tensors_is_refused(folder: Path, content: object, named: str) -> None:
@@ -179,6 +191,30 @@ def test_a_file_that_was_cut_off_is_named(folder: Path, name: str, keep: float) 
 
     with pytest.raises(StartupError, match=name):
         opened(folder)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("name", ["model.safetensors", "zipped", "old"])
+def test_a_damaged_file_loads_or_is_named(folder: Path, name: str) -> None:
+    path = folder / name
+    if name != "model.safetensors":
+        path = folder / "pytorch_model.bin"
+        to_pickle(folder)
+        torch.save(torch.load(path), path, _use_new_zipfile_serialization=name == "zipped")
+    content = path.read_bytes()
+    choice = random.Random(0)
+    places = [*range(0, 2000, 17), *range(len(content) - 2000, len(content), 17)]
+    num_refused = 0
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] = choice.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            load_tensors(folder)
+        except StartupError as error:
+            assert str(folder) in str(error) or "tensor" in str(error)
+            num_refused += 1
+    assert num_refused > 10
 
 
 def test_garbage_instead_of_safetensors_is_named(folder: Path) -> None:
@@ -279,6 +315,15 @@ def test_a_path_to_nothing_is_an_immediate_error(model: str, monkeypatch: pytest
     forbid_connections(monkeypatch)
 
     with pytest.raises(StartupError, match="there is no such file or folder") as caught:
+        opened(model)
+    assert repr(model) in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["a" * 5000, "./" + "a" * 300, "~no.such.user/model"])
+def test_a_path_that_the_system_refuses_is_an_immediate_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_connections(monkeypatch)
+
+    with pytest.raises(StartupError, match="cannot be looked up") as caught:
         opened(model)
     assert repr(model) in str(caught.value)
 

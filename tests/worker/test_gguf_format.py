@@ -147,6 +147,14 @@ def test_a_file_whose_tensors_are_cut_off_is_refused(num_bytes_missing: int, tmp
         open_checkpoint(EngineConfig(model=str(path)))
 
 
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "llama", make_model())
+    path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up", b"blk.0.ffn_up"))
+
+    with pytest.raises(StartupError, match=r"model.gguf: tensor blk.0.ffn_up.weight is there twice"):
+        open_checkpoint(EngineConfig(model=str(path)))
+
+
 def test_types_that_cannot_be_expanded_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = make_model()

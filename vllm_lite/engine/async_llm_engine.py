@@ -33,8 +33,7 @@ NUM_TOKENISING_THREADS = 2
 class Stream:
     """What the reader of one request has not read yet: at most a delta a token. Nothing comes after its end."""
 
-    def __init__(self, num_outputs: int) -> None:
-        self.num_outputs = num_outputs
+    def __init__(self) -> None:
         self.request: Request | None = None
         """None until the prompt has been tokenised."""
         self.has_ended = False
@@ -157,8 +156,7 @@ class AsyncLLMEngine:
         except asyncio.TimeoutError:
             for request_id, stream in self._streams.items():
                 if not stream.has_ended:
-                    outputs = tuple(CompletionDelta(i, "", (), "abort") for i in range(stream.num_outputs))
-                    unstarted = RequestDelta(request_id, outputs, finished=True)
+                    unstarted = RequestDelta(request_id, (CompletionDelta(0, "", (), "abort"),), finished=True)
                     stream.put(self._engine.abort(request_id) or unstarted)
 
     def stats(self) -> EngineStats:
@@ -185,7 +183,7 @@ class AsyncLLMEngine:
         """
         self._check_alive()
         assert request_id not in self._streams, "every request has an id of its own"
-        stream = self._streams[request_id] = Stream(params.num_candidates)
+        stream = self._streams[request_id] = Stream()
         self._is_idle.clear()
         try:
             request = await asyncio.get_running_loop().run_in_executor(
@@ -247,7 +245,7 @@ class AsyncLLMEngine:
             raise RuntimeError(f"the step raised {error!r}") from error
 
     def _fail_step(self, error: BaseException) -> None:
-        request_ids = self._engine.fail_step(error)
+        request_ids = self._engine.fail_step()
         logger.error("A step failed, and with it the requests %s.", ", ".join(request_ids), exc_info=error)
         prompts = {hash(tuple(self.prompt_token_ids(request_id))) for request_id in request_ids}
         for request_id in request_ids:

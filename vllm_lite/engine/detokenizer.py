@@ -118,6 +118,13 @@ class Detokenizer:
         step = self._search(self._decoder.finish())
         return step.text if self._is_stopped else step.text + self._filter.flush()
 
+    def finish_at(self, stop_token_id: int) -> str:
+        """`finish` where an id ended the sequence: its text comes out too if what stops a sequence is to be shown."""
+        shown = ""
+        if self._params.include_stop_str_in_output:
+            shown = self.append(stop_token_id, check_stop=True).text
+        return shown + self.finish()
+
     def _append_hidden(self, token_id: int, check_stop: bool) -> DetokenizerStep:
         """A special token that is not shown can still be a stop string."""
         if not (check_stop and self._stop_strings and token_id in self._tokenizer.special_ids):

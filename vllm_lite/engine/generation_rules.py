@@ -16,6 +16,7 @@ from vllm_lite.sampling_params import SamplingParams
 
 NOT_SUPPORTED_YET = ("use_beam_search", "best_of", "n", "logprobs", "prompt_logprobs")
 UINT64_RANGE = 2**64
+FLOAT32_MAX = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,10 @@ def candidate_seed(seed: int, index: int) -> int:
 
 
 def _sampling_row(params: SamplingParams) -> tuple[float, ...]:
-    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    penalties = (params.presence_penalty, params.frequency_penalty, min(params.repetition_penalty, FLOAT32_MAX))
     if params.is_greedy:
         return (0.0, 1.0, 0.0, *penalties)
-    return (params.temperature, params.top_p, params.min_p, *penalties)
+    return (min(params.temperature, FLOAT32_MAX), params.top_p, params.min_p, *penalties)
 
 
 def _bad_word_ids(params: SamplingParams, vocab_size: int, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -148,6 +149,6 @@ def _check_something_is_left(params: SamplingParams, banned: set[int], vocab_siz
     if not is_anything_left:
         field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
         raise RequestError(
-            f"{field} leaves no token to pick: every allowed id is a bad word, or ends the text before min_tokens="
-            f"{params.min_tokens}."
+            f"{field} leaves no token to pick: every allowed id is a bad word, or ends the text before min_tokens, "
+            f"which is {params.min_tokens}."
         )

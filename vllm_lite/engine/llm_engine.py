@@ -25,6 +25,11 @@ from vllm_lite.errors import RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, RequestDelta
 from vllm_lite.sampling_params import SamplingParams
 
+MAX_BYTES_PER_TOKEN = 64
+"""Of a prompt on average: far above that of any real text."""
+MIN_PROMPT_BYTES = 64 * 1024
+"""Every prompt of this size is tokenised, however small the context."""
+
 
 class Executor(Protocol):
     """The data plane, seen from the engine."""
@@ -160,7 +165,7 @@ class LLMEngine:
         self._remove_aborted()
         return [self._delta(request_id, outputs) for request_id, outputs in completions.items()]
 
-    def fail_step(self, error: BaseException) -> list[str]:
+    def fail_step(self) -> list[str]:
         """Closes a step that raised: its requests are gone, and their ids are returned. No other is touched."""
         plan = self._close_step()
         failed = {scheduled.request.request_id: scheduled.request for scheduled in plan.scheduled}
@@ -190,10 +195,21 @@ class LLMEngine:
         )
 
     def _tokenise(self, prompt: str, params: SamplingParams) -> list[int]:
-        """Refuses a prompt that is surely too long before the time to tokenise it is spent."""
+        """Refuses a prompt that is surely too long before the time and memory to tokenise it are spent.
+
+        The number of bytes is what is left to go by where only the end of the prompt will be used, and where the
+        tokenizer cannot tell how few tokens a text may have.
+        """
         check_unicode("prompt", prompt)
         if params.truncate_prompt_tokens is None:
             self._check_prompt_len(self._tokenizer.min_num_tokens(prompt), params, "at least ")
+        num_bytes = len(prompt.encode())
+        limit = MIN_PROMPT_BYTES + MAX_BYTES_PER_TOKEN * self._settings.max_model_len
+        if num_bytes > limit:
+            raise RequestError(
+                f"prompt must have at most {limit} bytes for a context of {self._settings.max_model_len} tokens, "
+                f"got {num_bytes}."
+            )
         return self._tokenizer.encode(prompt)
 
     def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:

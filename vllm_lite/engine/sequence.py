@@ -81,7 +81,7 @@ class Sequence:
         if may_stop and token_id in rules.eos_ids:
             return self._finish("stop", None, token_id, self.detokenizer.finish())
         if may_stop and token_id in rules.stop_ids:
-            return self._finish("stop", token_id, token_id, self.detokenizer.finish())
+            return self._finish("stop", token_id, token_id, self.detokenizer.finish_at(token_id))
         text, stop = self.detokenizer.append(token_id, check_stop=may_stop)
         if stop is not None:
             return self._finish("stop", stop, token_id, text)

@@ -15,6 +15,7 @@ class StopStringFilter:
     def __init__(self, stop_strings: Sequence[str], include_in_output: bool) -> None:
         """`stop_strings` are not empty; `include_in_output` keeps the stop string at the end of the text."""
         self._include_in_output = include_in_output
+        self._max_held = max(map(len, stop_strings), default=1) - 1
         self._held = ""
         self._by_first_char: dict[str, list[str]] = {}
         self._by_last_char: dict[str, list[str]] = {}
@@ -43,7 +44,7 @@ class StopStringFilter:
         return held
 
     def _first_possible_beginning(self, text: str) -> int:
-        for begin, char in enumerate(text):
-            if any(stop.startswith(text[begin:]) for stop in self._by_first_char.get(char, ())):
+        for begin in range(max(len(text) - self._max_held, 0), len(text)):
+            if any(stop.startswith(text[begin:]) for stop in self._by_first_char.get(text[begin], ())):
                 return begin
         return len(text)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
-from vllm_lite.build import build_engine
-from vllm_lite.entrypoints.launch import main
-
 if __name__ == "__main__":
+    # Python's own handler would print a traceback out of the imports, and parts of torch's swallow the exception.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    from vllm_lite.build import build_engine
+    from vllm_lite.entrypoints.launch import main
+
     sys.exit(main(sys.argv[1:], build_engine))

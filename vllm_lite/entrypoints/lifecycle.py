@@ -45,6 +45,7 @@ async def serve(
     runner = web.AppRunner(
         Api(engine, state, engine_config, config).make_app(),
         handler_cancellation=True,  # a client that leaves aborts its request
+        auto_decompress=False,  # a bomb would go off on the event loop, even in a body that nobody reads
         access_log=None,
         logger=_http_logger(),
         shutdown_timeout=HANDLER_GRACE_S,

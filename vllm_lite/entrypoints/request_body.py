@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import json.scanner
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ MAX_INT_DIGITS = 100
 """Longer integers are no valid value of any field, and converting them costs the square of their length."""
 MAX_COMMAS_FOR_C = 100_000
 """JSON with more values than this is parsed by Python's own scanner: the one in C lets no other thread run."""
+MAX_VALUES = 500_000
+"""More than a vocabulary has tokens. Millions would take a minute and a gigabyte, and hold up every other body."""
 NOT_SUPPORTED_YET = ("details", "stream_deltas")
 
 
@@ -62,8 +66,26 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 def _decoder_for(text: str) -> json.JSONDecoder:
     decoder = json.JSONDecoder(parse_int=_parse_int, parse_float=_parse_float)
     if text.count(",") > MAX_COMMAS_FOR_C:
+        _limit_values(decoder)
         decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined,unused-ignore]
     return decoder
+
+
+def _limit_values(decoder: Any) -> None:
+    """Has arrays and objects count what they hold, all of them together; for Python's own scanner."""
+    parse_array, parse_object = decoder.parse_array, decoder.parse_object
+    counter = itertools.count(1)
+
+    def counted(scan_once: Callable[[str, int], Any]) -> Callable[[str, int], Any]:
+        def scan(text: str, index: int) -> Any:
+            if next(counter) > MAX_VALUES:
+                raise RequestError(f"the body must hold at most {MAX_VALUES} values.")
+            return scan_once(text, index)
+
+        return scan
+
+    decoder.parse_array = lambda state, scan: parse_array(state, counted(scan))
+    decoder.parse_object = lambda state, strict, scan, *rest: parse_object(state, strict, counted(scan), *rest)
 
 
 def _parse_int(digits: str) -> int | float:

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.config import EngineConfig, ServerConfig
@@ -100,6 +100,9 @@ class Api:
     async def _read(self, request: web.Request) -> GenerateRequest:
         if request.content_length is not None and request.content_length > self._max_body:
             raise web.HTTPRequestEntityTooLarge(max_size=self._max_body)
+        encoding = request.headers.get("Content-Encoding") or "identity"
+        if encoding.lower() != "identity":
+            raise RequestError(f"the body must be plain JSON, without Content-Encoding; got {encoding[:80]}.")
         try:
             body = await request.read()
         except web.RequestPayloadError as error:
@@ -116,11 +119,13 @@ class Api:
     async def _answer(
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
     ) -> web.StreamResponse:
-        outputs = OutputAccumulator(record.request_id, asked.prompt, (), num_outputs=asked.params.n)
+        outputs: OutputAccumulator | None = None
         async for delta in deltas:
             self._record(delta, record)
+            if outputs is None:  # not before the engine has accepted n, which may be any number
+                outputs = OutputAccumulator(record.request_id, asked.prompt, (), num_outputs=asked.params.n)
             outputs.add(delta)
-        if record.is_aborted:
+        if outputs is None or record.is_aborted:
             return error_response(503, STOPPING)
         return json_response(200, {"text": [asked.prompt + text for text in outputs.texts()]})
 
@@ -128,11 +133,15 @@ class Api:
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
     ) -> web.StreamResponse:
         """Sends nothing, not even a header, before the first message: until then a failure has a status of its own."""
-        messages = StreamMessages(asked.prompt, asked.params.n, self._delimiter)
+        messages: StreamMessages | None = None
         response = web.StreamResponse(headers=STREAM_HEADERS)
+        if request.version < HttpVersion11:  # which has no chunks: the end of the connection is the end of the stream
+            response.force_close()
         try:
             async for delta in deltas:
                 self._record(delta, record)
+                if messages is None:  # not before the engine has accepted n, which may be any number
+                    messages = StreamMessages(asked.prompt, asked.params.n, self._delimiter)
                 if is_message(delta):
                     await response.prepare(request)
                     await response.write(messages.add(delta))
@@ -178,9 +187,9 @@ class Api:
     async def _refuse_foreign_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """A browser names the page that sends a request; scripts name none."""
         own = f"{request.scheme}://{request.headers.get('Host', '')}"
-        allowed = {own.lower(), *(origin.rstrip("/").lower() for origin in self._config.allowed_origins)}
+        allowed = {_normal_origin(origin) for origin in (own, *self._config.allowed_origins)}
         for origin in request.headers.getall("Origin", ()):
-            if origin.lower() not in allowed and "*" not in allowed:
+            if _normal_origin(origin) not in allowed and "*" not in allowed:
                 return error_response(403, f"pages of {origin} may not call this server; see --allowed-origins.")
         return await handler(request)
 
@@ -197,6 +206,13 @@ def json_response(status: int, value: dict[str, Any], **headers: str) -> web.Res
 def error_response(status: int, detail: str, **headers: str) -> web.Response:
     """Never a top-level key `error`: an old load tester would retry for ever."""
     return json_response(status, {"detail": detail}, **headers)
+
+
+def _normal_origin(origin: str) -> str:
+    """Case, a slash at the end and the scheme's own port make no difference."""
+    origin = origin.lower().rstrip("/")
+    default_port = ":80" if origin.startswith("http://") else ":443"
+    return origin.removesuffix(default_port)
 
 
 def _close_without_last_chunk(request: web.Request) -> None:

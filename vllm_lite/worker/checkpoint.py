@@ -23,7 +23,7 @@ from vllm_lite.worker.hub import HubRepo, default_model_path, local_path, small_
 from vllm_lite.worker.pickle_format import open_pickle
 from vllm_lite.worker.safetensors_format import open_safetensors
 from vllm_lite.worker.weight_files import FORMATS_OF, WeightFiles, choose_weight_files
-from vllm_lite.worker.weights import CheckpointTensor, fill_with_random, load_weights
+from vllm_lite.worker.weights import FLOAT_DTYPES, CheckpointTensor, fill_with_random, load_weights
 
 __all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint", "tokenizer_path"]
 
@@ -88,7 +88,7 @@ def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> Path:
         return path
     repo = HubRepo(config.tokenizer, config.tokenizer_revision, config.download_dir)
     folder = repo.cached_folder()
-    if folder is not None and any(name.startswith("tokenizer") for name in _file_names(folder)):
+    if folder is not None and _has_tokenizer(folder):
         return folder
     return repo.download(small_files(repo.list_files(), with_code=config.trust_remote_code))
 
@@ -103,7 +103,7 @@ def _from_hub(name: str, config: EngineConfig) -> Path:
     """The snapshot's folder, from the cache where that is complete; only the files that are needed are fetched."""
     repo = HubRepo(name, config.revision, config.download_dir)
     folder = repo.cached_folder()
-    if folder is not None and _is_complete(folder, config.load_format):
+    if folder is not None and _is_complete(folder, config):
         return folder
     names = repo.list_files()
     wanted = small_files(names, with_code=config.trust_remote_code)
@@ -114,14 +114,20 @@ def _from_hub(name: str, config: EngineConfig) -> Path:
     return repo.download([*wanted, *files.names])
 
 
-def _is_complete(folder: Path, load_format: str) -> bool:
-    if load_format == "dummy":
-        return (folder / "config.json").is_file()
+def _is_complete(folder: Path, config: EngineConfig) -> bool:
+    has_config = (folder / "config.json").is_file()
+    has_tokenizer = config.tokenizer is not None or _has_tokenizer(folder)
+    if config.load_format == "dummy":
+        return has_config and has_tokenizer
     try:
-        files = _weight_files(folder, load_format)
+        files = _weight_files(folder, config.load_format)
     except StartupError:
         return False
-    return files.format == "gguf" or (folder / "config.json").is_file()
+    return files.format == "gguf" or (has_config and has_tokenizer)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(name.startswith(("tokenizer", "vocab.")) for name in _file_names(folder))
 
 
 def _weight_files(folder: Path, load_format: str) -> WeightFiles:
@@ -147,8 +153,10 @@ def _open_gguf(path: Path, config: EngineConfig) -> Checkpoint:
 
 
 def _with_stored_dtype(model: ModelConfig, tensors: list[CheckpointTensor]) -> ModelConfig:
-    """Where config.json does not say what the weights are in, the first tensor does, as in transformers."""
-    if model.dtype is None and tensors and tensors[0].dtype is not None:
-        name = str(tensors[0].dtype).removeprefix("torch.")
-        return dataclasses.replace(model, dtype=name if name != "float64" else "float32")
-    return model
+    """Where config.json does not say what the weights are in, the first tensor of floats does, as in transformers."""
+    stored = next((tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES), None)
+    if model.dtype is not None or stored is None:
+        return model
+    return dataclasses.replace(
+        model, dtype="float32" if stored == torch.float64 else str(stored).removeprefix("torch.")
+    )

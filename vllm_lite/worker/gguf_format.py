@@ -44,9 +44,12 @@ def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, Any], list[CheckpointT
     Raises StartupError where the file is broken or cut off, or holds an architecture or tensor type that does not run.
     """
     file = open_gguf(path)
-    by_name = {info.name: info for info in file.tensors}
+    by_name: dict[str, GGUFTensorInfo] = {}
     for info in file.tensors:
+        if info.name in by_name:
+            raise _broken(file, info, "is there twice")
         _check_inside(file, info)
+        by_name[info.name] = info
     factors = by_name.pop(ROPE_FACTORS, None)
     config = read_gguf_config(
         file.metadata,

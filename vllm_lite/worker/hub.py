@@ -42,9 +42,12 @@ def default_model_path() -> Path:
 
 def local_path(name: str, flag: str) -> Path | None:
     """The file or folder that `name` means, None where it may be a hub name. StartupError for a path to nothing."""
-    path = Path(name).expanduser() if name.startswith("~") else Path(name)
-    if name and path.exists():
-        return path.absolute()
+    try:
+        path = Path(name).expanduser() if name.startswith("~") else Path(name)
+        if name and path.exists():
+            return path.absolute()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not ours to look into, no such user
+        raise StartupError(f"{flag} {name!r} cannot be looked up ({error}).") from error
     if not REPO_ID.fullmatch(name):
         raise StartupError(f"{flag} {name!r}: there is no such file or folder (looked from {Path.cwd()}).")
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,12 +71,12 @@ def allocate(
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process may still take: what the system has free, within the limits of its control groups.
 
-    Raises StartupError where the system does not say.
+    Systems other than Linux only tell how much there is in all.
     """
     meminfo = proc / "meminfo"
     found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
     if found is None:
-        raise StartupError(f"{meminfo} does not say how much memory is available: set --num-kv-blocks.")
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([int(found[1]) * 1024, *_control_group_rests(proc, cgroups)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,12 @@ import torch
 from vllm_lite.errors import StartupError
 from vllm_lite.worker.weights import CheckpointTensor
 
+BROKEN_FILE_ERRORS = (
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, AssertionError),
+    *(struct.error, zipfile.BadZipFile),
+)
+"""What torch.load raises for one damaged file or another."""
+
 
 def open_pickle(path: Path) -> list[CheckpointTensor]:
     """The tensors of one file. Raises StartupError where it is broken, or holds anything else than named tensors."""
@@ -20,7 +27,7 @@ def open_pickle(path: Path) -> list[CheckpointTensor]:
     if not isinstance(state, Mapping):
         raise StartupError(f"{path} holds a {type(state).__name__}, not a state dict: names with their tensors.")
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not _is_plain(value):
             raise StartupError(f"{path}: {name!r} is a {type(value).__name__}; only plain tensors are read.")
     return [_tensor(name, value) for name, value in state.items()]
 
@@ -34,8 +41,13 @@ def _load(path: Path) -> Any:
             f"{path} is no plain state dict: it is broken or asks to run code. Nothing of it was run. "
             f"Convert it to safetensors where you trust it. ({_first_line(error)})"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except BROKEN_FILE_ERRORS as error:
         raise StartupError(f"{path} cannot be read (missing, cut off or broken): {_first_line(error)}") from error
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether it has values of its own that can be copied: torch.save also keeps sparse tensors and empty shells."""
+    return value.layout == torch.strided and value.device.type == "cpu" and not value.is_nested
 
 
 def _first_line(error: Exception) -> str:

@@ -36,7 +36,6 @@ class WeightFiles:
 
     format: WeightFormat
     names: tuple[str, ...]
-    index_name: str | None = None
 
 
 def choose_weight_files(
@@ -51,7 +50,7 @@ def choose_weight_files(
             suffix = SUFFIXES[weight_format][0]
             index_name = f"{STEMS[weight_format]}{suffix}.index.json"
             if index_name in names:
-                return WeightFiles(weight_format, _indexed(read_index(index_name), names), index_name)
+                return WeightFiles(weight_format, _indexed(read_index(index_name), names))
             if (whole := STEMS[weight_format] + suffix) in names:
                 return WeightFiles(weight_format, (whole,))
         candidates = sorted(name for name in names if _may_hold_weights(name, weight_format))
