@@ -62,13 +62,15 @@ def check(kernels: Iterable[Kernel], architectures: Sequence[str], num_threads: 
 
 
 def table(reports: Sequence[Report]) -> str:
-    """A line for each kernel with its registers on each architecture, then one for each problem."""
+    """A line for each kernel with its registers (and spilled bytes) on each architecture, then one for each problem."""
     architectures = list(dict.fromkeys(report.architecture for report in reports))
     registers: dict[Kernel, list[str]] = {}
     for report in reports:
-        registers.setdefault(report.kernel, []).append(str(report.usage.num_registers))
-    width = max(len(kernel.name) for kernel in registers)
-    lines = [f"{'registers':{width}} {' '.join(f'{name:>6}' for name in architectures)} shared bytes"]
+        spilled = f"+{report.usage.spill_bytes}" if report.usage.spill_bytes else ""
+        registers.setdefault(report.kernel, []).append(f"{report.usage.num_registers}{spilled}")
+    title = "registers (+ bytes spilled)"
+    width = max(len(title), *(len(kernel.name) for kernel in registers))
+    lines = [f"{title:{width}} {' '.join(f'{name:>6}' for name in architectures)} shared bytes"]
     for kernel, counts in registers.items():
         lines.append(f"{kernel.name:{width}} {' '.join(f'{count:>6}' for count in counts)} {kernel.shared_bytes:12}")
     problems = [

@@ -44,6 +44,7 @@ def test_a_kernel_that_takes_too_much_is_a_problem() -> None:
     assert [len(report.problems) for report in reports] == [1, 0, 1]
     assert "sm_86: 102400 bytes of shared memory, of 101376" in table(reports)
     assert "sm_80: 16 bytes spilled" in table(reports)
+    assert "32+16" in table(reports)
 
 
 def test_spills_are_read_from_the_log() -> None:

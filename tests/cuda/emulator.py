@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ RUNTIME = ("runtime.cpp", "checker.cpp")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w")
 CHECKED_FLAGS = ("-fsanitize=thread", "-fno-tree-sra")
 """Without the second, g++ would split what a GPU reads at once."""
-STREAM = 0x5EED
-"""The address of the stream that emulated launches go to."""
+STREAM = SimpleNamespace(ptr=0x5EED)
+"""The only stream that emulated launches may go to."""
 
 
 class EmulatorError(RuntimeError):
@@ -180,7 +181,7 @@ class EmulatorKernel:
         stream: Any = None,
     ) -> None:
         """Runs the whole grid. Raises EmulatorError."""
-        if stream is None or stream.ptr != STREAM:
+        if stream is None or stream.ptr != STREAM.ptr:
             raise EmulatorError(f"{self.name} was launched on another stream than torch's current one")
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise EmulatorError(f"{self.name}: {shared_mem} bytes of shared memory were not asked for")
@@ -213,7 +214,7 @@ class EmulatedKernels(CudaKernels):
         self.modules: list[EmulatorModule] = []
         self.is_checked = is_checked
         super().__init__(
-            kernels, torch.device("cpu"), Compiler(self._module, EmulatorCompileError, lambda: STREAM, "g++")
+            kernels, torch.device("cpu"), Compiler(self._module, EmulatorCompileError, lambda: STREAM.ptr, "g++")
         )
 
     def _module(self, **arguments: Any) -> EmulatorModule:
@@ -231,7 +232,7 @@ class EmulatedKernels(CudaKernels):
             super().launch(name, grid, num_threads, *arguments)
             return
         kernel: EmulatorKernel = self._functions[name][0]
-        buffers = _buffers(kernel, arguments)
+        buffers = buffers_of(kernel, arguments)
         contents = [buffer.content for buffer in buffers]
         before = [content.clone() for content in contents]
         after: list[torch.Tensor] = []
@@ -246,7 +247,7 @@ class EmulatedKernels(CudaKernels):
             after = [content.clone() for content in contents]
 
 
-def _buffers(kernel: EmulatorKernel, arguments: Sequence[Argument]) -> list[Buffer]:
+def buffers_of(kernel: EmulatorKernel, arguments: Sequence[Argument]) -> list[Buffer]:
     """A buffer for each storage behind a launch's tensors."""
     by_storage: dict[int, Buffer] = {}
     for name, kind, argument in zip(kernel.parameter_names, kernel.kinds, arguments):

@@ -11,12 +11,12 @@ import torch
 
 from tests.cuda.emulator import (
     STREAM,
-    Buffer,
     Bytes,
     EmulatorError,
     EmulatorKernel,
     EmulatorModule,
     Order,
+    buffers_of,
     missing_requirement,
 )
 from vllm_lite.kernels.cuda import read_source, source_folder
@@ -59,14 +59,9 @@ def function(name: str, folder: Path, *, is_checked: bool = True) -> EmulatorKer
 def launch(
     kernel: EmulatorKernel, num_blocks: int, num_threads: int, shared_bytes: int, *arguments: torch.Tensor | np.generic
 ) -> None:
-    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-    names = kernel.parameter_names
-    kernel.module.watch(
-        [Buffer.of(name, t, is_read_only=name != names[len(tensors) - 1]) for name, t in zip(names, tensors)]
-    )
+    kernel.module.watch(buffers_of(kernel, arguments))
     values = [np.uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
-    stream = type("Stream", (), {"ptr": STREAM})
-    kernel((num_blocks,), (num_threads,), values, shared_mem=shared_bytes, stream=stream)
+    kernel((num_blocks,), (num_threads,), values, shared_mem=shared_bytes, stream=STREAM)
 
 
 @pytest.mark.parametrize("order", Order)

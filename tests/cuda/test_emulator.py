@@ -12,6 +12,7 @@ import torch
 
 from tests.cuda import emulator
 from tests.cuda.emulator import (
+    STREAM,
     Buffer,
     EmulatedKernels,
     EmulatorCompileError,
@@ -36,10 +37,6 @@ __global__ void number_threads(int* out, long long offset, float factor) {
 """
 
 
-class Stream:
-    ptr = emulator.STREAM
-
-
 def numbered(folder: Path, text: str = NUMBERED) -> EmulatorModule:
     for path in source_folder().glob("*.cuh"):
         (folder / path.name).write_text(path.read_text())
@@ -49,7 +46,7 @@ def numbered(folder: Path, text: str = NUMBERED) -> EmulatorModule:
 
 def run(module: EmulatorModule, *arguments: Any, **options: Any) -> None:
     kernel = module.get_function("number_threads")
-    kernel((2, 3, 2), (4, 2, 5), arguments, **{"stream": Stream, **options})
+    kernel((2, 3, 2), (4, 2, 5), arguments, **{"stream": STREAM, **options})
 
 
 def test_threads_of_a_grid_in_three_directions(tmp_path: Path) -> None:
@@ -86,7 +83,7 @@ def test_launches_that_a_gpu_would_not_take(tmp_path: Path) -> None:
     kernel.max_dynamic_shared_size_bytes = 300 * 1024
     for grid, block, shared_bytes in (((1,), (2048,), 0), ((1, 70000), (32,), 0), ((1,), (32,), 256 * 1024)):
         with pytest.raises(EmulatorError, match="invalid launch configuration"):
-            kernel(grid, block, arguments, shared_mem=shared_bytes, stream=Stream)
+            kernel(grid, block, arguments, shared_mem=shared_bytes, stream=STREAM)
 
 
 def test_memory_that_nobody_named_is_out_of_bounds(tmp_path: Path) -> None:

@@ -62,7 +62,10 @@ class _Stream:
 
 
 class CudaKernels:
-    """Compiled kernels of one device. Raises StartupError with the compiler's log for source that does not compile."""
+    """Compiled kernels of one device, which the caller makes current in every thread that launches.
+
+    Raises StartupError with the compiler's log for source that does not compile.
+    """
 
     def __init__(self, kernels: Iterable[Kernel], device: torch.device, compiler: Compiler) -> None:
         self._device = device

@@ -96,6 +96,7 @@ def copy_blocks(
             cache.index_copy_(0, destinations, cache.index_select(0, sources))
         return
     for cache in caches:
+        # Blocks of 8 tokens or a multiple of it: 16 bytes or a multiple of them, whatever the dtype.
         units_per_block = cache[0].numel() * cache.dtype.itemsize // 16
         workspace.kernels.launch(
             "copy_blocks",

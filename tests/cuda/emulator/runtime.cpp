@@ -53,26 +53,19 @@ struct Thread {
   unsigned lane() const { return linear % WARP_SIZE; }
 };
 
-// A whole number of pages, the one after them unreadable.
-class Memory {
- public:
-  char* reserve(size_t size) {
-    if (size > size_) {
-      constexpr size_t PAGE = 4096;
-      const size_t usable = (size + PAGE - 1) / PAGE * PAGE;
-      void* begin = mmap(nullptr, usable + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (begin == MAP_FAILED) abort();
-      begin_ = static_cast<char*>(begin);
-      size_ = usable;
-      mprotect(begin_ + usable, PAGE, PROT_NONE);
-    }
-    return begin_;
+// A whole number of pages, the one after them unreadable. The system gives a page when it is first touched.
+struct Memory {
+  explicit Memory(size_t size) : size(size) {
+    void* pages = mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (pages == MAP_FAILED) abort();
+    begin = static_cast<char*>(pages);
+    mprotect(begin + size, PAGE, PROT_NONE);
   }
-  bool contains(const void* address) const { return address >= begin_ && address < begin_ + size_; }
+  bool contains(const void* address) const { return address >= begin && address < begin + size; }
 
- private:
-  char* begin_ = nullptr;
-  size_t size_ = 0;
+  static constexpr size_t PAGE = 4096;
+  char* begin;
+  size_t size;
 };
 
 Order order = Order::FORWARD;
@@ -89,7 +82,8 @@ struct Machine {
   unsigned num_at_barrier = 0;
   Thread* running = nullptr;
   StackPointer scheduler = nullptr;
-  Memory stacks, shared_memory;
+  Memory stacks{MAX_THREADS * STACK_BYTES};
+  Memory shared_memory{MAX_SHARED_BYTES};
   char* shared = nullptr;
   void (*kernel)(void**) = nullptr;
   void** arguments = nullptr;
@@ -149,7 +143,6 @@ void start_threads() {
   machine.num_at_barrier = machine.num_barriers = 0;
   machine.num_warp_barriers.assign((machine.threads.size() + WARP_SIZE - 1) / WARP_SIZE, 0);
   machine.ready.clear();
-  char* stacks = machine.stacks.reserve(MAX_THREADS * STACK_BYTES);
   std::vector<Thread*> all;
   for (unsigned i = 0; i < machine.threads.size(); ++i) {
     Thread& thread = machine.threads[i];
@@ -157,7 +150,7 @@ void start_threads() {
     thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
     // Stacks that begin at the same offset of a page would compete for the same cache lines.
     const size_t colour = i % WARP_SIZE * 64;
-    thread.stack = new_stack(stacks + (i + 1) * STACK_BYTES - colour, run_thread);
+    thread.stack = new_stack(machine.stacks.begin + (i + 1) * STACK_BYTES - colour, run_thread);
     all.push_back(&thread);
   }
   make_ready(all);
@@ -312,7 +305,8 @@ bool launch(Index grid, Index block, size_t shared_bytes, void (*kernel)(void**)
   machine.block_size = block;
   machine.kernel = kernel;
   machine.arguments = arguments;
-  machine.shared = machine.shared_memory.reserve(MAX_SHARED_BYTES) + (MAX_SHARED_BYTES - shared_bytes) / 128 * 128;
+  // At the end, so that what runs over it soon meets the unreadable page.
+  machine.shared = machine.shared_memory.begin + (MAX_SHARED_BYTES - shared_bytes) / 128 * 128;
   machine.random.seed(seed);
   checker::begin_launch(machine.block_serial + 1);
   const unsigned num_blocks = grid.x * grid.y * grid.z;
