@@ -53,6 +53,11 @@ struct Thread {
   unsigned lane() const { return linear % WARP_SIZE; }
 };
 
+struct Warp {
+  unsigned num_barriers = 0;
+  unsigned num_waiting = 0;
+};
+
 // A whole number of pages, the one after them unreadable. The system gives a page when it is first touched.
 struct Memory {
   explicit Memory(size_t size) : size(size) {
@@ -76,7 +81,7 @@ struct Machine {
   unsigned block_serial = 0;
   std::vector<Thread> threads;
   std::deque<Thread*> ready;
-  std::vector<unsigned> num_warp_barriers;
+  std::vector<Warp> warps;
   unsigned num_barriers = 0;
   unsigned num_alive = 0;
   unsigned num_at_barrier = 0;
@@ -141,7 +146,7 @@ void start_threads() {
   machine.threads.assign(size.x * size.y * size.z, Thread{});
   machine.num_alive = machine.threads.size();
   machine.num_at_barrier = machine.num_barriers = 0;
-  machine.num_warp_barriers.assign((machine.threads.size() + WARP_SIZE - 1) / WARP_SIZE, 0);
+  machine.warps.assign((machine.threads.size() + WARP_SIZE - 1) / WARP_SIZE, Warp{});
   machine.ready.clear();
   std::vector<Thread*> all;
   for (unsigned i = 0; i < machine.threads.size(); ++i) {
@@ -185,23 +190,21 @@ bool is_valid(const Index& grid, const Index& block, size_t shared_bytes) {
          grid.y >= 1 && grid.y <= 65535 && grid.z >= 1 && grid.z <= 65535 && shared_bytes <= MAX_SHARED_BYTES;
 }
 
-// Every lane in the mask of the running thread waits in the same operation.
-bool all_lanes_came(unsigned first_of_warp, unsigned num_lanes) {
+// The threads in the running thread's mask if all of them wait, which must be in the same operation; else none.
+std::vector<Thread*> lanes_that_all_came() {
   const Thread& self = *machine.running;
-  bool have_all_come = true;
-  for (unsigned lane = 0; lane < num_lanes; ++lane) {
+  if (machine.warps[self.warp()].num_waiting < static_cast<unsigned>(__builtin_popcount(self.mask))) return {};
+  std::vector<Thread*> lanes;
+  for (unsigned lane = 0; lane < WARP_SIZE; ++lane) {
     if ((self.mask >> lane & 1) == 0) continue;
-    const Thread& other = machine.threads[first_of_warp + lane];
-    if (other.state == State::ENDED)
-      fail("%s at line %d waits for lane %u, which has ended", self.waits_at, self.line, lane);
-    if (other.state != State::AT_WARP_OPERATION) {
-      have_all_come = false;
-    } else if (other.waits_at != self.waits_at || other.line != self.line || other.mask != self.mask) {
+    Thread& other = machine.threads[self.warp() * WARP_SIZE + lane];
+    if (other.state != State::AT_WARP_OPERATION) return {};
+    if (other.waits_at != self.waits_at || other.line != self.line || other.mask != self.mask)
       fail("divergent warp: lane %u is in %s at line %d with mask %08x, lane %u in %s at line %d with mask %08x",
            self.lane(), self.waits_at, self.line, self.mask, lane, other.waits_at, other.line, other.mask);
-    }
+    lanes.push_back(&other);
   }
-  return have_all_come;
+  return lanes;
 }
 
 }  // namespace
@@ -225,8 +228,8 @@ void sync_threads(int line) {
 
 void warp_operation(const char* name, int line, unsigned mask, void* payload, Operation operation) {
   Thread& thread = *machine.running;
-  const unsigned first_of_warp = thread.warp() * WARP_SIZE;
-  const unsigned num_lanes = std::min<unsigned>(WARP_SIZE, machine.threads.size() - first_of_warp);
+  Warp& warp = machine.warps[thread.warp()];
+  const unsigned num_lanes = machine.threads.size() - thread.warp() * WARP_SIZE;
   if (num_lanes < WARP_SIZE) mask &= (1u << num_lanes) - 1;
   if ((mask >> thread.lane() & 1) == 0) fail("%s at line %d: mask %08x leaves its own lane out", name, line, mask);
   thread.state = State::AT_WARP_OPERATION;
@@ -234,19 +237,17 @@ void warp_operation(const char* name, int line, unsigned mask, void* payload, Op
   thread.line = line;
   thread.mask = mask;
   thread.payload = payload;
-  if (all_lanes_came(first_of_warp, num_lanes)) {
+  ++warp.num_waiting;
+  const std::vector<Thread*> lanes = lanes_that_all_came();
+  if (!lanes.empty()) {
     void* payloads[WARP_SIZE] = {};
-    std::vector<Thread*> waiting;
-    for (unsigned lane = 0; lane < num_lanes; ++lane) {
-      if ((mask >> lane & 1) == 0) continue;
-      waiting.push_back(&machine.threads[first_of_warp + lane]);
-      payloads[lane] = waiting.back()->payload;
-    }
+    for (Thread* other : lanes) payloads[other->lane()] = other->payload;
     if (operation == nullptr)
-      ++machine.num_warp_barriers[thread.warp()];  // __syncwarp: all that it does is to order
+      ++warp.num_barriers;  // __syncwarp: all that it does is to order
     else
       operation(payloads, mask);
-    make_ready(waiting);
+    warp.num_waiting -= lanes.size();
+    make_ready(lanes);
   }
   yield();
 }
@@ -323,9 +324,8 @@ bool is_running() { return machine.running != nullptr; }
 
 checker::Moment now() {
   const Thread& thread = *machine.running;
-  const unsigned warp = thread.warp();
-  return {machine.block_serial, static_cast<int>(thread.linear), static_cast<int>(warp), machine.num_barriers,
-          machine.num_warp_barriers[warp]};
+  return {machine.block_serial, static_cast<int>(thread.linear), static_cast<int>(thread.warp()), machine.num_barriers,
+          machine.warps[thread.warp()].num_barriers};
 }
 
 bool is_on_stack(const void* address) { return machine.stacks.contains(address); }
