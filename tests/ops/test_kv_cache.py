@@ -40,8 +40,9 @@ def test_write_of_nothing(space: Workspace) -> None:
     assert all((cache == 7.0).all() for cache in caches)
 
 
-def test_copy_blocks(space: Workspace) -> None:
-    caches = [random(6, 2, 8, 4, seed=s) for s in range(4)]
+@pytest.mark.parametrize("block", [(2, 8, 4), (5, 32, 128)])
+def test_copy_blocks(space: Workspace, block: tuple[int, int, int]) -> None:
+    caches = [random(6, *block, seed=s) for s in range(4)]
     before = [cache.clone() for cache in caches]
     kv_cache.copy_blocks(space, caches, torch.tensor([1, 1, 4]), torch.tensor([0, 5, 2]))
     for cache, old in zip(caches, before):
@@ -50,15 +51,15 @@ def test_copy_blocks(space: Workspace) -> None:
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize(
-    ("num_kv_heads", "head_dim", "padding"), [(2, 64, 0), (1, 128, 3), (5, 6, 0), (8, 128, 8), (3, 8, 1)]
+    ("num_kv_heads", "head_dim", "padding"), [(2, 64, 0), (1, 128, 3), (5, 6, 0), (8, 128, 8), (3, 8, 1), (9, 130, 0)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_writes_what_the_reference_writes(
     kernels: EmulatedKernels, dtype: torch.dtype, num_kv_heads: int, head_dim: int, padding: int, block_size: int
 ) -> None:
     size = num_kv_heads * head_dim
-    qkv = random(4, 2 * size + padding, dtype=dtype)
-    key, value = (part.view(4, num_kv_heads, head_dim) for part in (qkv[:, :size], qkv[:, -size:]))
+    wide_key, wide_value = random(4, size + padding, dtype=dtype), random(4, 2 * size + padding, dtype=dtype, seed=1)
+    key, value = (part.view(4, num_kv_heads, head_dim) for part in (wide_key[:, :size], wide_value[:, -size:]))
     slots = torch.tensor([block_size, -1, 2 * block_size - 1, 5], dtype=torch.int32)
     caches = {}
     for name, space in {"reference": workspace(), "cuda": workspace(kernels=kernels)}.items():
