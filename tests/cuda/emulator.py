@@ -226,10 +226,17 @@ class EmulatedKernels(CudaKernels):
         kernel: EmulatorKernel = self._functions[name][0]
         return kernel.module
 
-    def launch(self, name: str, grid: tuple[int, ...], num_threads: int, *arguments: Argument) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        num_threads: int,
+        *arguments: Argument,
+        shared_bytes: int | None = None,
+    ) -> None:
         """As the loader does. Raises EmulatorError."""
         if not self.is_checked:
-            super().launch(name, grid, num_threads, *arguments)
+            super().launch(name, grid, num_threads, *arguments, shared_bytes=shared_bytes)
             return
         kernel: EmulatorKernel = self._functions[name][0]
         buffers = buffers_of(kernel, arguments)
@@ -241,7 +248,7 @@ class EmulatedKernels(CudaKernels):
                 content.copy_(old)
             kernel.module.set_order(order)
             kernel.module.watch(buffers)
-            super().launch(name, grid, num_threads, *arguments)
+            super().launch(name, grid, num_threads, *arguments, shared_bytes=shared_bytes)
             if after and not all(map(torch.equal, contents, after)):
                 raise EmulatorError(f"{name}: the result depends on the order of the threads ({order.name})")
             after = [content.clone() for content in contents]

@@ -9,13 +9,14 @@ import pytest
 from tests.cuda.emulator import EmulatedKernels, missing_requirement
 from tests.ops.tensors import CPU
 from vllm_lite.kernels.cuda import C_TYPES
+from vllm_lite.ops.cuda_attention import MAX_HEAD_DIM
 from vllm_lite.ops.cuda_kernels import kernels_for
 from vllm_lite.ops.workspace import Workspace
 
 
 @cache
 def all_kernels() -> EmulatedKernels:
-    return EmulatedKernels(kernel for dtype in C_TYPES for kernel in kernels_for(dtype))
+    return EmulatedKernels(kernel for dtype in C_TYPES for kernel in kernels_for(dtype, MAX_HEAD_DIM))
 
 
 @pytest.fixture

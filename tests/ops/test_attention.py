@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.tensors import assert_close, random, workspace
+from tests.ops.tensors import assert_close, assert_near, random, workspace
 from vllm_lite.engine.step import StepShape
 from vllm_lite.ops import attention
 from vllm_lite.ops.attention import attend
+from vllm_lite.ops.workspace import Workspace
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (new tokens, tokens of context with them): decodes first, then prompt chunks, ragged.
 MIXED = [(1, 1), (1, 17), (1, 16), (1, 100), (1, 33), (7, 7), (16, 16), (5, 40), (33, 33), (2, 90)]
-CACHE_BLOCKS = 180
 
 
 @dataclass
@@ -40,11 +40,12 @@ def make_batch(
     head_dim: int = 8,
     block_size: int = 8,
     dtype: torch.dtype = torch.float32,
+    num_blocks: int = 180,
 ) -> Batch:
     num_tokens = sum(count for count, _ in work)
-    key_cache = torch.full((CACHE_BLOCKS, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+    key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
     value_cache = key_cache.clone()
-    free = list(range(CACHE_BLOCKS))
+    free = list(range(num_blocks))
     random_module.Random(1).shuffle(free)
     most_blocks = max([-(-length // block_size) for _, length in work], default=0) + 2
     # Beyond a context the tables name some block of somebody else's.
@@ -102,17 +103,17 @@ def naive(
 
 
 def check(
+    space: Workspace,
     batch: Batch,
     *,
     window: int | None = None,
     slopes: torch.Tensor | None = None,
     soft_cap: float | None = None,
-    scratch_bytes: int = 2**20,
 ) -> None:
     scale = 0.7 / math.sqrt(batch.query.shape[2])
     out = torch.zeros(batch.query.shape[0], batch.query.shape[1] + 1, batch.query.shape[2], dtype=batch.query.dtype)
     attend(
-        workspace(scratch_bytes),
+        space,
         batch.shape,
         batch.query,
         batch.key_cache,
@@ -126,51 +127,55 @@ def check(
         soft_cap,
         out[:, 1:],
     )
-    assert_close(out[:, 1:], naive(batch, scale, window, slopes, soft_cap))
+    expected = naive(batch, scale, window, slopes, soft_cap)
+    if space.kernels is None:
+        assert_close(out[:, 1:], expected)
+    else:
+        assert_near(out[:, 1:], expected.to(out.dtype))
     assert (out[:, 0] == 0).all()
     assert (out[batch.shape.num_tokens :] == 0).all()
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_head_groups_and_block_sizes(num_kv_heads: int, block_size: int) -> None:
-    check(make_batch(MIXED, num_heads=8, num_kv_heads=num_kv_heads, block_size=block_size))
+def test_head_groups_and_block_sizes(space: Workspace, num_kv_heads: int, block_size: int) -> None:
+    check(space, make_batch(MIXED, num_heads=8, num_kv_heads=num_kv_heads, block_size=block_size))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype: torch.dtype) -> None:
-    check(make_batch(MIXED, dtype=dtype))
+def test_dtypes(space: Workspace, dtype: torch.dtype) -> None:
+    check(space, make_batch(MIXED, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 8, 16, 1000])
-def test_sliding_window(window: int, dtype: torch.dtype) -> None:
-    check(make_batch(MIXED, dtype=dtype), window=window)
+def test_sliding_window(space: Workspace, window: int, dtype: torch.dtype) -> None:
+    check(space, make_batch(MIXED, dtype=dtype), window=window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9])
-def test_alibi(window: int | None, dtype: torch.dtype) -> None:
-    check(make_batch(MIXED, dtype=dtype), window=window, slopes=torch.tensor([0.5, 0.25, 0.0625, 1.0]))
+def test_alibi(space: Workspace, window: int | None, dtype: torch.dtype) -> None:
+    check(space, make_batch(MIXED, dtype=dtype), window=window, slopes=torch.tensor([0.5, 0.25, 0.0625, 1.0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.25, 0.0625, 1.0])])
 @pytest.mark.parametrize("window", [None, 9])
-def test_soft_cap(window: int | None, slopes: torch.Tensor | None, dtype: torch.dtype) -> None:
-    check(make_batch(MIXED, dtype=dtype), window=window, slopes=slopes, soft_cap=1.5)
+def test_soft_cap(space: Workspace, window: int | None, slopes: torch.Tensor | None, dtype: torch.dtype) -> None:
+    check(space, make_batch(MIXED, dtype=dtype), window=window, slopes=slopes, soft_cap=1.5)
 
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("scratch_bytes", [1, 3000, 20_000])
-def test_scratch_smaller_than_the_batch(scratch_bytes: int, window: int | None) -> None:
-    check(make_batch(MIXED), window=window, scratch_bytes=scratch_bytes)
+def test_scratch_smaller_than_the_batch(space: Workspace, scratch_bytes: int, window: int | None) -> None:
+    check(workspace(scratch_bytes, kernels=space.kernels), make_batch(MIXED), window=window)
 
 
 def test_queries_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MAX_QUERIES_OF_TILE", 6)
-    check(make_batch(MIXED))
-    check(make_batch(MIXED), window=7)
+    check(workspace(), make_batch(MIXED))
+    check(workspace(), make_batch(MIXED), window=7)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +190,8 @@ def test_queries_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         [(8, 8), (8, 16), (8, 24)],
     ],
 )
-def test_shapes_of_batches(work: list[tuple[int, int]]) -> None:
-    check(make_batch(work))
+def test_shapes_of_batches(space: Workspace, work: list[tuple[int, int]]) -> None:
+    check(space, make_batch(work))
 
 
 def gathered_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -205,12 +210,12 @@ def gathered_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_long_context_pads_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = gathered_sizes(monkeypatch)
-    check(make_batch([(1, 700), *[(1, 9)] * 30]))
+    check(workspace(), make_batch([(1, 700), *[(1, 9)] * 30]))
     assert sum(sizes) == 2 * (700 + 30 * 9) * 2 * 8
 
 
 def test_gathers_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = gathered_sizes(monkeypatch)
-    check(make_batch([*[(1, n) for n in range(20, 50)], (40, 60)]), scratch_bytes=30_000)
+    check(workspace(30_000), make_batch([*[(1, n) for n in range(20, 50)], (40, 60)]))
     assert len(sizes) > 5
     assert max(sizes) * 4 <= 30_000

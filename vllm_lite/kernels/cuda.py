@@ -37,7 +37,7 @@ class Kernel:
     name: str
     """What C++ calls it, with its template arguments: `rms_norm<bf16, 8>`. No two files share a name."""
     shared_bytes: int = 0
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory of a block, the most that a launch asks for."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,17 @@ class CudaKernels:
                 function.max_dynamic_shared_size_bytes = kernel.shared_bytes
             self._functions[kernel.name] = function, kernel.shared_bytes
 
-    def launch(self, name: str, grid: tuple[int, ...], num_threads: int, *arguments: Argument) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        num_threads: int,
+        *arguments: Argument,
+        shared_bytes: int | None = None,
+    ) -> None:
         """Runs blocks of `num_threads` on the current stream; a grid that is 0 in some direction runs nothing.
+
+        Blocks get all of the kernel's dynamic shared memory unless a launch needs less.
 
         A tensor stands for its address: sizes and strides are the caller's to check. It must stay alive until the
         kernel has run, which torch's allocator sees to as long as all work is on one stream. Raises TypeError for a
@@ -100,13 +109,13 @@ class CudaKernels:
         # CuPy would run one block.
         if 0 in grid:
             return
-        function, shared_bytes = self._functions[name]
+        function, most_shared_bytes = self._functions[name]
         # The current stream changes, under a graph's capture for one, so it is read at every launch.
         function(
             grid,
             (num_threads,),
             tuple(map(self._typed, arguments)),
-            shared_mem=shared_bytes,
+            shared_mem=most_shared_bytes if shared_bytes is None else shared_bytes,
             stream=_Stream(self._current_stream()),
         )
 

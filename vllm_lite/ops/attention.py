@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.ops.cuda_attention import Scoring, decode, prefill
 from vllm_lite.ops.workspace import Workspace
 
 MAX_QUERIES_OF_TILE = 256
@@ -92,6 +93,11 @@ def attend(
     [num_heads] float32: slope * (key position - query position) is added to a score. soft_cap: a scaled score s becomes
     soft_cap * tanh(s / soft_cap). What lies in slots beyond a context never matters, be it NaN.
     """
+    if (kernels := workspace.kernels) is not None:
+        scoring = Scoring(scale, window, alibi_slopes, soft_cap)
+        decode(workspace, kernels, shape, query, key_cache, value_cache, context_lens, block_tables, scoring, out)
+        prefill(kernels, shape, query, key_cache, value_cache, query_starts, context_lens, block_tables, scoring, out)
+        return
     is_plain = alibi_slopes is not None or soft_cap is not None
     scores_per_key = query.shape[1] if is_plain else 1
 
