@@ -12,6 +12,7 @@ import torch
 from tests.helpers.sampling import GREEDY, Row, sampling_input
 from vllm_lite.config import ModelConfig
 from vllm_lite.engine.step import StepInput, StepShape
+from vllm_lite.kernels.cuda import CudaKernels
 from vllm_lite.models.registry import build_model
 from vllm_lite.worker.model_runner import ModelRunner
 
@@ -39,6 +40,7 @@ def make_runner(
     max_num_batched_tokens: int = 64,
     block_size: int = 16,
     num_blocks: int = 64,
+    kernels: CudaKernels | None = None,
 ) -> ModelRunner:
     """A runner whose model has the weights of `state`, a Hugging Face state dict that must fill every target."""
     model = build_model(config, dtype, max_model_len)
@@ -55,6 +57,7 @@ def make_runner(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         num_blocks=num_blocks,
+        kernels=kernels,
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_lite.engine.step import Int32Array, StepInput, StepOutput
+from vllm_lite.kernels.cuda import CudaKernels
 from vllm_lite.layers.context import ForwardContext, StepTensors
 from vllm_lite.models.llama import LlamaForCausalLM
 from vllm_lite.ops.kv_cache import copy_blocks
@@ -21,6 +22,7 @@ class ModelRunner:
     """Owns the cache, the activations and the step's tensors, all of maximal size.
 
     The tensors a step is read from keep their addresses for life. The model's parameters must have been filled.
+    With `kernels`, the ops launch them where they can; they must hold what `kernels_for` lists for the model.
     """
 
     def __init__(
@@ -32,10 +34,11 @@ class ModelRunner:
         max_num_batched_tokens: int,
         block_size: int,
         num_blocks: int,
+        kernels: CudaKernels | None = None,
     ) -> None:
         device, dtype = model.options.device, model.options.dtype
         self.model = model
-        self.workspace = Workspace(device, native_dtypes(device))
+        self.workspace = Workspace(device, native_dtypes(device), kernels=kernels)
         self.activations = model.new_activations(max_num_batched_tokens)
         self.caches = kv_cache.allocate(
             model.config, dtype=dtype, block_size=block_size, num_blocks=num_blocks, device=device

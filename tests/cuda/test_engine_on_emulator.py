@@ -1,0 +1,153 @@
+"""The whole engine on the CUDA kernels: the tokens of the CPU path, whatever the engine does to the requests."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cuda.emulator import EmulatedKernels, missing_requirement
+from tests.helpers.byte_tokenizer import ByteTokenizer
+from tests.helpers.checkpoints import cached_checkpoint, reference_greedy, reference_model
+from tests.helpers.engine_fakes import greedy
+from tests.helpers.runner import last_logits, make_runner
+from vllm_lite.engine.llm_engine import LLMEngine
+from vllm_lite.engine.settings import EngineSettings
+from vllm_lite.engine.step import StepInput, StepOutput
+from vllm_lite.ops.cuda_kernels import kernels_for
+from vllm_lite.worker.hf_config import read_model_config
+from vllm_lite.worker.model_runner import ModelRunner
+
+MISSING = missing_requirement()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+NUM_TOKENS = 12
+SHARED = [7, 99, 23, 54, 201, 13, 77, 140, 5, 31, 62, 88, 250, 17, 40, 111, 90, 3, 66, 181]
+# Lengths around the edges of blocks of 8, then two that begin with the same 20 tokens.
+PROMPTS = [[(17 * i + 5 * n) % 254 + 2 for i in range(n)] for n in (1, 7, 8, 17, 40)]
+PROMPTS += [SHARED + [(31 * i + n) % 254 + 2 for i in range(n)] for n in (3, 12)]
+
+
+@cache
+def emulated(dtype: torch.dtype, head_dim: int) -> EmulatedKernels:
+    return EmulatedKernels(kernels_for(dtype, head_dim), is_checked=False)
+
+
+def runner_of(folder: Path, dtype: torch.dtype, *, on_emulator: bool, **sizes: int) -> ModelRunner:
+    """With a cache full of NaN, which no token may see."""
+    config = read_model_config(folder, trust_remote_code=False)
+    kernels = emulated(dtype, config.head_dim) if on_emulator else None
+    runner = make_runner(config, reference_model(folder).state_dict(), dtype, kernels=kernels, block_size=8, **sizes)
+    for layer in runner.caches:
+        layer.key.fill_(torch.nan)
+        layer.value.fill_(torch.nan)
+    return runner
+
+
+class Engine:
+    """The engine with a runner of its own, and what its steps were."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.steps: list[StepInput] = []
+        num_tokens, num_seqs = len(runner.tensors.token_ids), len(runner.tensors.context_lens)
+        settings = EngineSettings(
+            block_size=8,
+            num_blocks=len(runner.caches[0].key),
+            max_model_len=64,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_tokens,
+            max_logprobs=0,
+            enable_prefix_caching=True,
+            vocab_size=runner.model.config.vocab_size,
+            eos_token_ids=frozenset(),
+            seed=0,
+        )
+        self.engine = LLMEngine(settings, ByteTokenizer())
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.steps.append(step)
+        return self.runner.run(step)
+
+    def run(self, steps_between: int = 0) -> list[list[int]]:
+        """The greedy ids of all prompts; a new one arrives every `steps_between` steps."""
+        ids: list[list[int]] = [[] for _ in PROMPTS]
+
+        def step() -> None:
+            for delta in self.engine.step(self):
+                ids[int(delta.request_id)].extend(delta.outputs[0].token_ids)
+
+        for index, prompt in enumerate(PROMPTS):
+            self.engine.add_request(str(index), None, list(prompt), greedy(max_tokens=NUM_TOKENS))
+            for _ in range(steps_between):
+                step()
+        while self.engine.has_unfinished:
+            step()
+        assert self.engine.stats().num_free_blocks == self.engine.stats().num_total_blocks
+        return ids
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"num_key_value_heads": 8, "hidden_size": 80, "num_attention_heads": 8}),
+        ("mistral", {"sliding_window": 10}),
+        ("qwen3", {}),
+    ],
+    ids=["llama", "llama-odd-heads", "mistral-window", "qwen3"],
+)
+def test_tokens_are_those_of_hugging_face(family: str, overrides: dict[str, Any]) -> None:
+    folder = cached_checkpoint(family, **overrides)
+    expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert len({token for ids in expected for token in ids}) > 10
+    assert Engine(runner_of(folder, torch.float32, on_emulator=True)).run() == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps_between", "happens"),
+    [
+        ({"max_num_batched_tokens": 9}, 0, {"chunk after a cached prefix", "decodes beside chunks"}),
+        ({"num_blocks": 13}, 0, {"preemption"}),
+        ({"num_blocks": 13, "max_num_batched_tokens": 9}, 2, {"preemption", "chunk after a cached prefix"}),
+        ({"max_num_seqs": 2, "max_num_batched_tokens": 16}, 1, {"prefix hit", "decodes beside chunks"}),
+        ({}, 3, {"prefix hit", "decodes beside chunks"}),
+    ],
+    ids=["chunks", "preemption", "both", "two-at-a-time", "prefix-hits"],
+)
+def test_chunks_preemption_and_prefix_hits_change_no_token(
+    sizes: dict[str, int], steps_between: int, happens: set[str]
+) -> None:
+    folder = cached_checkpoint("llama")
+    engines = [Engine(runner_of(folder, torch.float32, on_emulator=flag, **sizes)) for flag in (True, False)]
+    ids, expected = (engine.run(steps_between) for engine in engines)
+    assert ids == expected
+    assert things_that_happened(engines[0]) >= happens
+
+
+def things_that_happened(engine: Engine) -> set[str]:
+    stats = engine.engine.stats()
+    new_lens = [np.diff(step.query_starts) for step in engine.steps]
+    cached_lens = [step.context_lens - new for step, new in zip(engine.steps, new_lens)]
+    happened = {
+        "preemption": stats.num_preemptions > 0,
+        "prefix hit": stats.num_prefix_hit_tokens > 0,
+        "chunk after a cached prefix": any(((c > 0) & (new > 1)).any() for c, new in zip(cached_lens, new_lens)),
+        "decodes beside chunks": any(0 < step.shape.num_decodes < step.shape.num_seqs for step in engine.steps),
+    }
+    return {name for name, is_true in happened.items() if is_true}
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_cpu_path() -> None:
+    folder = cached_checkpoint("llama", dtype=torch.bfloat16)
+    exact, plain, kernels = (
+        last_logits(runner_of(folder, dtype, on_emulator=on_emulator), PROMPTS[4])
+        for dtype, on_emulator in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))
+    )
+    assert (kernels - exact).abs().max() <= 2 * (plain - exact).abs().max()
+    ids = Engine(runner_of(folder, torch.bfloat16, on_emulator=True, max_num_batched_tokens=16)).run()
+    assert all(len(row) == NUM_TOKENS and min(row) >= 0 for row in ids)
