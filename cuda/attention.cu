@@ -111,21 +111,19 @@ __device__ void load_queries(const Tile& tile, const Sequence<T>& sequence, cons
   }
 }
 
-// Keys or values of KEYS positions from `first` on; zeros from `end` on, since a weight of 0 does not hide a NaN.
+// Keys or values of positions [first, end), KEYS of them at most. The other rows of the tile are not touched, nor read.
 template <int WIDTH, class T>
 __device__ void load_rows(const T* cache, const Sequence<T>& sequence, const Sizes& sizes, int first, int end,
                           float* rows, int row_stride) {
   const int vectors_per_row = sizes.head_dim / WIDTH;
-  for (int i = threadIdx.x; i < KEYS * vectors_per_row; i += NUM_THREADS) {
+  for (int i = threadIdx.x; i < min(KEYS, end - first) * vectors_per_row; i += NUM_THREADS) {
     const int row = i / vectors_per_row;
     const int dimension = i % vectors_per_row * WIDTH;
     const int position = first + row;
-    Vector<T, WIDTH> vector = {};
-    if (position < end) {
-      const long long block = sequence.block_table[position / sizes.block_size];
-      const long long slot = (block * sizes.num_kv_heads + sequence.kv_head) * sizes.block_size;
-      vector = load<WIDTH>(cache + (slot + position % sizes.block_size) * sizes.head_dim + dimension);
-    }
+    const long long block = sequence.block_table[position / sizes.block_size];
+    const long long tile = block * sizes.num_kv_heads + sequence.kv_head;
+    const long long slot = tile * sizes.block_size + position % sizes.block_size;
+    const auto vector = load<WIDTH>(cache + slot * sizes.head_dim + dimension);
     for (int j = 0; j < WIDTH; ++j) rows[row * row_stride + dimension + j] = to_float(vector.at[j]);
   }
 }
@@ -158,7 +156,9 @@ __device__ inline void update_row(const Tile& tile, const Sizes& sizes, const Sc
   }
 }
 
-// All keys in [begin, end) that they see enter the tile's rows.
+// All keys in [begin, end) that they see enter the tile's rows. The rows' tokens are so close together that each row sees
+// one of the first KEYS keys: from there on it has a maximum to subtract.
+static_assert(ROWS <= KEYS, "a row could see none of the first keys");
 template <int WIDTH, class T>
 __device__ void attend(const Tile& tile, const T* key_cache, const T* value_cache, const Sequence<T>& sequence,
                        const Sizes& sizes, const Scoring& scoring, int begin, int end,
@@ -172,11 +172,9 @@ __device__ void attend(const Tile& tile, const T* key_cache, const T* value_cach
     for (int turn = 0; turn < ROWS_PER_WARP; ++turn) {
       const int row = row_of_warp(turn);
       const int token = (tile.first_row + row) / sizes.group();
-      const int position = sequence.position(token);
-      // A row that sees none of these keys has no maximum to subtract.
-      if (token >= sequence.num_queries || position < first || scoring.first_seen(position) >= first + KEYS) continue;
+      if (token >= sequence.num_queries) continue;
       const int head = sequence.kv_head * sizes.group() + (tile.first_row + row) % sizes.group();
-      update_row(tile, sizes, scoring, row, head, position, first, end, states[turn]);
+      update_row(tile, sizes, scoring, row, head, sequence.position(token), first, end, states[turn]);
     }
     __syncthreads();
   }
