@@ -6,7 +6,6 @@ from torch.nn import functional
 
 from tests.ops.tensors import ALL_NATIVE, assert_close, random, tokens_shape, workspace
 from vllm_lite.ops import linear as linear_module
-from vllm_lite.ops.activation import gate_up_silu
 from vllm_lite.ops.linear import linear, linear_accumulate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -37,21 +36,6 @@ def test_linear_and_accumulate(dtype: torch.dtype, num_tokens: int, has_bias: bo
     assert_close(residual[:num_tokens], (before.double() + expected)[:num_tokens])
     for written in (out, residual):
         assert torch.equal(written[num_tokens:], before[num_tokens:])
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 4, 30])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gate_up_silu(dtype: torch.dtype, num_tokens: int, has_bias: bool) -> None:
-    x, weight = random(MAX_TOKENS, 24, dtype=dtype), random(100, 24, dtype=dtype, seed=1)
-    bias = random(100, dtype=dtype, seed=2) if has_bias else None
-    gate, up = functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, dim=1)
-    expected = gate / (1 + torch.exp(-gate)) * up
-    before = random(MAX_TOKENS, 50, dtype=dtype, seed=3)
-    out = before.clone()
-    gate_up_silu(workspace(), tokens_shape(num_tokens), x, weight, bias, out)
-    assert_close(out[:num_tokens], expected[:num_tokens])
-    assert torch.equal(out[num_tokens:], before[num_tokens:])
 
 
 @pytest.mark.parametrize("out_features", [70, 33, 8])

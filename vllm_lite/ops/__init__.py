@@ -4,6 +4,7 @@ Every op takes a `Workspace` and a `StepShape` first, then tensors of maximal si
 step's tokens are the first `num_tokens` rows of a tensor over tokens, its sequences the first `num_seqs` of one over
 sequences, its sampled rows the first `num_rows` of one over rows; what lies beyond is neither read nor written.
 
-What is here now is the torch reference: the oracle for every other implementation, and the last resort. It may look at
-lengths that lie in host memory; an implementation for a device must not.
+Each has a torch reference: the oracle for every other implementation, and the last resort. It may look at lengths that
+lie in host memory; an implementation for a device must not. An op with a CUDA kernel lists the instances that a model
+in a dtype may launch in its function `kernels`, and launches them where the workspace has them.
 """

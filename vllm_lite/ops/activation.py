@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.kernels.cuda import C_TYPES, CudaKernels, Kernel, access_widths, elements_per_access, threads_for
 from vllm_lite.ops.linear import multiplies_directly, multiply, products
 from vllm_lite.ops.workspace import Workspace
+
+MAX_THREADS = 256
+
+
+def kernels(dtype: torch.dtype) -> list[Kernel]:
+    """Every instance for a dtype."""
+    return [Kernel("activation.cu", f"silu_and_mul<{C_TYPES[dtype]}, {width}>") for width in access_widths(dtype)]
 
 
 def gate_up_silu(
@@ -25,10 +34,13 @@ def gate_up_silu(
     """
     n, size = shape.num_tokens, out.shape[1]
     x, out = x[:n], out[:n]
-    if multiplies_directly(workspace, x):
+    if workspace.kernels is not None or multiplies_directly(workspace, x):
         for rows in workspace.row_tiles(n, 2 * size * x.dtype.itemsize):
             (product,) = workspace.scratch(x.dtype, (rows.stop - rows.start, 2 * size))
             multiply(x[rows], weight, product)
+            if workspace.kernels is not None:
+                _launch_silu_and_mul(workspace.kernels, product, bias, out[rows])
+                continue
             if bias is not None:
                 product.add_(bias)
             torch.mul(functional.silu(product[:, :size], inplace=True), product[:, size:], out=out[rows])
@@ -41,3 +53,22 @@ def gate_up_silu(
         if bias is not None:
             product.add_(bias[columns.start + size : columns.stop + size])
         out[rows, columns] *= product
+
+
+def _launch_silu_and_mul(
+    kernels: CudaKernels, gate_up: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    num_tokens, size = out.shape
+    # The gate's half of a row and the other half both have to begin where a wide access may.
+    width = elements_per_access(gate_up.view(num_tokens, 2, size), bias, out)
+    num_threads = threads_for(size // width, MAX_THREADS)
+    kernels.launch(
+        f"silu_and_mul<{C_TYPES[out.dtype]}, {width}>",
+        (num_tokens, -(-size // (width * num_threads))),
+        num_threads,
+        gate_up,
+        bias,
+        out,
+        np.int64(out.stride(0)),
+        np.int32(size),
+    )

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.kernels.cuda import C_TYPES, CudaKernels, Kernel, threads_for
 from vllm_lite.ops.workspace import Workspace
+
+
+def kernels(dtype: torch.dtype) -> list[Kernel]:
+    """Every instance for a dtype."""
+    return [Kernel("rotary.cu", f"rotary<{C_TYPES[dtype]}>")]
 
 
 def rotary(
@@ -16,6 +23,9 @@ def rotary(
     positions [max_tokens] int32; cos_sin [max_model_len, rotary_dim] float32, cosines in the first half of a row and
     sines in the second; heads [max_tokens, num_heads, head_dim], any stride over tokens.
     """
+    if workspace.kernels is not None:
+        _launch(workspace.kernels, shape, positions, cos_sin, heads)
+        return
     n = shape.num_tokens
     half = cos_sin.shape[1] // 2
 
@@ -31,3 +41,20 @@ def rotary(
     torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
     first.copy_(turned_first)
     second.copy_(turned_second)
+
+
+def _launch(
+    kernels: CudaKernels, shape: StepShape, positions: torch.Tensor, cos_sin: torch.Tensor, heads: torch.Tensor
+) -> None:
+    _, num_heads, head_dim = heads.shape
+    num_pairs = cos_sin.shape[1] // 2
+    kernels.launch(
+        f"rotary<{C_TYPES[heads.dtype]}>",
+        (shape.num_tokens,),
+        threads_for(num_heads * num_pairs),
+        heads,
+        positions,
+        cos_sin,
+        np.int64(heads.stride(0)),
+        *map(np.int32, (num_heads, head_dim, num_pairs)),
+    )

@@ -8,6 +8,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from vllm_lite.kernels.cuda import CudaKernels
+
 Derived = TypeVar("Derived")
 
 DEFAULT_SCRATCH_BYTES = 64 * 2**20
@@ -18,7 +20,8 @@ class Workspace:
     """Ops run one after the other, so all of them share one scratch buffer; none finds in it what another left.
 
     `native_dtypes` are the dtypes that the device multiplies in at full speed. The reference ops work in tiles that
-    fit the scratch buffer, whatever the step's sizes.
+    fit the scratch buffer, whatever the step's sizes. With `kernels`, the ops that have one launch it; without, and
+    where there is none, the reference runs.
     """
 
     def __init__(
@@ -26,8 +29,10 @@ class Workspace:
         device: torch.device,
         native_dtypes: frozenset[torch.dtype] = frozenset({torch.float32}),
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+        kernels: CudaKernels | None = None,
     ) -> None:
         self.native_dtypes = native_dtypes
+        self.kernels = kernels
         self.scratch_bytes = scratch_bytes
         self._buffer = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
         self._views: dict[Hashable, list[torch.Tensor]] = {}

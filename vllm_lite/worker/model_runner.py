@@ -92,7 +92,9 @@ class ModelRunner:
     def _copy_blocks(self, step: StepInput) -> None:
         if len(step.copy_sources):
             all_caches = [tensor for cache in self.caches for tensor in (cache.key, cache.value)]
-            copy_blocks(all_caches, self._indices(step.copy_sources), self._indices(step.copy_destinations))
+            copy_blocks(
+                self.workspace, all_caches, self._indices(step.copy_sources), self._indices(step.copy_destinations)
+            )
 
     def _indices(self, array: Int32Array) -> torch.Tensor:
         return torch.tensor(array, dtype=torch.int64, device=self.model.options.device)

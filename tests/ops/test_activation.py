@@ -1,0 +1,57 @@
+"""gate_up_silu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.cuda.emulator import EmulatedKernels
+from tests.ops.tensors import ALL_NATIVE, assert_close, assert_near, random, tokens_shape
+from vllm_lite.ops.activation import gate_up_silu
+from vllm_lite.ops.workspace import Workspace
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MAX_TOKENS = 40
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 4, 30])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_up_silu(space: Workspace, dtype: torch.dtype, num_tokens: int, has_bias: bool) -> None:
+    x, weight = random(MAX_TOKENS, 24, dtype=dtype), random(100, 24, dtype=dtype, seed=1)
+    bias = random(100, dtype=dtype, seed=2) if has_bias else None
+    gate, up = functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, dim=1)
+    expected = gate / (1 + torch.exp(-gate)) * up
+    before = random(MAX_TOKENS, 50, dtype=dtype, seed=3)
+    out = before.clone()
+    gate_up_silu(space, tokens_shape(num_tokens), x, weight, bias, out)
+    assert_close(out[:num_tokens], expected[:num_tokens])
+    assert torch.equal(out[num_tokens:], before[num_tokens:])
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("size", [1, 48, 50, 3000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_gives_what_the_reference_gives(
+    kernels: EmulatedKernels, dtype: torch.dtype, size: int, has_bias: bool
+) -> None:
+    x, weight = random(5, 4, dtype=dtype), random(2 * size, 4, dtype=dtype, seed=1)
+    bias = random(2 * size, dtype=dtype, seed=2) if has_bias else None
+    outs = []
+    # Room for two of the five rows: three tiles.
+    scratch_bytes = 2 * 2 * size * dtype.itemsize
+    for kernels_or_none in (None, kernels):
+        space = Workspace(torch.device("cpu"), ALL_NATIVE, scratch_bytes, kernels_or_none)
+        outs.append(torch.empty(5, 3 * size, dtype=dtype)[:, :size])
+        gate_up_silu(space, tokens_shape(5), x, weight, bias, outs[-1])
+    assert torch.equal(outs[1], outs[0]) or dtype == torch.float32
+    assert_near(outs[1], outs[0])
+
+
+def test_extreme_gates(space: Workspace) -> None:
+    weight = torch.eye(2)[[0, 0, 0, 1, 1, 1]]
+    gates, ups = torch.tensor([-200.0, -1e30, 200.0, 0.0]), torch.tensor([3.0, 3.0, 3.0, 3.0])
+    out = torch.empty(4, 3)
+    gate_up_silu(space, tokens_shape(4), torch.stack([gates, ups], dim=1), weight, None, out)
+    assert torch.equal(out[:, 0], torch.tensor([0.0, 0.0, 600.0, 0.0]))

@@ -1,0 +1,1 @@
+"""How source becomes callable code. Knows no op and no model."""
