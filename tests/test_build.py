@@ -41,6 +41,17 @@ def test_context_larger_than_the_cache_names_both_and_the_way_out() -> None:
         build.build_parts(EngineConfig(model=folder, num_kv_blocks=7))
 
 
+@pytest.mark.parametrize("num_kv_blocks", [None, 1000])
+def test_context_that_cannot_fit_ends_the_start_before_anything_is_made(
+    tmp_path: Path, num_kv_blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy_checkpoint(cached_checkpoint("llama"), tmp_path / "model")
+    edit_json(folder / "config.json", max_position_embeddings=2**31 - 1)
+    monkeypatch.setattr(build, "build_model", lambda *_: pytest.fail("a model was built"))
+    with pytest.raises(StartupError, match="context of 2147483647 tokens does not fit the KV cache"):
+        build.build_parts(EngineConfig(model=str(folder), num_kv_blocks=num_kv_blocks))
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"hidden_size": 2**31 - 8, "vocab_size": 2**20}, {"vocab_size": 2**31 - 1, "hidden_size": 2**30}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -20,6 +21,25 @@ def test_options_table_is_current() -> None:
 def test_named_files_exist() -> None:
     for name in re.findall(r"`((?:scripts|models|worker|engine|entrypoints|ops|layers|tests)/[\w/.]*)`", README):
         assert (ROOT / name).exists() or (ROOT / "vllm_lite" / name).exists(), name
+
+
+def test_the_path_of_a_request_names_functions_that_exist() -> None:
+    section = README.partition("## The path of a request")[2].partition("\n## ")[0]
+    named = [name for name in re.findall(r"`(\w+\.\w+)`", section) if not name.endswith(".py")]
+    assert len(named) > 8
+    assert not set(named) - defined_names()
+
+
+def defined_names() -> set[str]:
+    """`module.function` and `Class.method` of the whole package."""
+    names = set()
+    for path in (ROOT / "vllm_lite").rglob("*.py"):
+        body = ast.parse(path.read_text()).body
+        owners = [(path.stem, body)] + [(node.name, node.body) for node in body if isinstance(node, ast.ClassDef)]
+        for owner, nodes in owners:
+            functions = (node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+            names |= {f"{owner}.{function.name}" for function in functions}
+    return names
 
 
 def write_options_table() -> None:

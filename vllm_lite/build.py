@@ -68,20 +68,14 @@ def build_parts(config: EngineConfig) -> EngineParts:
     checkpoint = open_checkpoint(config)
     dtype = resolve_dtype(config, checkpoint.config, checkpoint.gguf_metadata is not None, device)
     max_model_len = choose_max_model_len(config, checkpoint.config)
+    # What cannot work ends the start before the weights are read, and before there is a table for a huge context.
+    _choose_num_blocks(config, checkpoint.config, dtype, max_model_len)
     with _named_memory_errors(checkpoint.config, max_model_len):
         model = build_model(checkpoint.config, dtype, max_model_len, device)
     with ThreadPoolExecutor(max_workers=1) as pool:
         tokenizer = pool.submit(_load_tokenizer, config, checkpoint)
         checkpoint.load_into(model.weight_targets(), model.is_ignored)
-    num_blocks = choose_num_blocks(
-        checkpoint.config,
-        dtype=dtype,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        num_kv_blocks=config.num_kv_blocks,
-        available_bytes=available_memory() if config.num_kv_blocks is None else 0,
-    )
+    num_blocks = _choose_num_blocks(config, checkpoint.config, dtype, max_model_len)
     settings = EngineSettings(
         block_size=config.block_size,
         num_blocks=num_blocks,
@@ -138,6 +132,19 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"set it to {longest} or less, or leave it out."
         )
     return config.max_model_len
+
+
+def _choose_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int) -> int:
+    """For the memory of this moment."""
+    return choose_num_blocks(
+        model,
+        dtype=dtype,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_kv_blocks=config.num_kv_blocks,
+        available_bytes=available_memory() if config.num_kv_blocks is None else 0,
+    )
 
 
 def num_available_cores() -> int:
