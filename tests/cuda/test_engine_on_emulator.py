@@ -12,6 +12,7 @@ import torch
 
 from tests.cuda.emulator import EmulatedKernels, missing_requirement
 from tests.helpers.byte_tokenizer import ByteTokenizer
+from tests.helpers.checked_kernels import checked_kernels
 from tests.helpers.checkpoints import cached_checkpoint, reference_greedy, reference_model
 from tests.helpers.engine_fakes import greedy
 from tests.helpers.runner import last_logits, make_runner
@@ -37,10 +38,12 @@ def emulated(dtype: torch.dtype, head_dim: int) -> EmulatedKernels:
     return EmulatedKernels(kernels_for(dtype, head_dim), is_checked=False)
 
 
-def runner_of(folder: Path, dtype: torch.dtype, *, on_emulator: bool, **sizes: int) -> ModelRunner:
+def runner_of(
+    folder: Path, dtype: torch.dtype, *, on_emulator: bool, is_checked: bool = False, **sizes: int
+) -> ModelRunner:
     """With a cache full of NaN, which no token may see."""
     config = read_model_config(folder, trust_remote_code=False)
-    kernels = emulated(dtype, config.head_dim) if on_emulator else None
+    kernels = (checked_kernels() if is_checked else emulated(dtype, config.head_dim)) if on_emulator else None
     runner = make_runner(config, reference_model(folder).state_dict(), dtype, kernels=kernels, block_size=8, **sizes)
     for layer in runner.caches:
         layer.key.fill_(torch.nan)
@@ -120,13 +123,26 @@ def test_tokens_are_those_of_hugging_face(family: str, overrides: dict[str, Any]
     ids=["chunks", "preemption", "both", "two-at-a-time", "prefix-hits"],
 )
 def test_chunks_preemption_and_prefix_hits_change_no_token(
-    sizes: dict[str, int], steps_between: int, happens: set[str]
+    sizes: dict[str, Any], steps_between: int, happens: set[str]
 ) -> None:
     folder = cached_checkpoint("llama")
     engines = [Engine(runner_of(folder, torch.float32, on_emulator=flag, **sizes)) for flag in (True, False)]
     ids, expected = (engine.run(steps_between) for engine in engines)
     assert ids == expected
     assert things_that_happened(engines[0]) >= happens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_launch_of_the_engine_is_clean(dtype: torch.dtype) -> None:
+    """No race, no access outside of the tensors that a launch was given, the same bits in every order of threads."""
+    folder = cached_checkpoint("qwen3", dtype=dtype, num_hidden_layers=1)
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 24, "num_blocks": 13}
+    checked, plain = (
+        Engine(runner_of(folder, dtype, on_emulator=True, is_checked=is_checked, **sizes))
+        for is_checked in (True, False)
+    )
+    assert checked.run() == plain.run()
+    assert things_that_happened(checked) >= {"preemption", "chunk after a cached prefix", "decodes beside chunks"}
 
 
 def things_that_happened(engine: Engine) -> set[str]:

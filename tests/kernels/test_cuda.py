@@ -151,6 +151,13 @@ def test_shared_memory_is_asked_for_once_and_only_where_it_must() -> None:
     assert functions[NORM.name].asked_for == []
 
 
+def test_a_launch_may_take_less_shared_memory_than_its_kernel_at_most() -> None:
+    kernels, functions, _ = load(NORM)
+    kernels.launch(NORM.name, (1,), 32, shared_bytes=64)
+    kernels.launch(NORM.name, (1,), 32, shared_bytes=0)
+    assert [launch["shared"] for launch in functions[NORM.name].launches] == [64, 0]
+
+
 def test_source_that_does_not_compile_ends_the_start_with_the_log() -> None:
     class BrokenModule(FakeModule):
         def get_function(self, name: str) -> FakeFunction:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from tests.cuda.emulator import EmulatedKernels, missing_requirement
+from tests.helpers.checked_kernels import checked_kernels
 from tests.ops.tensors import CPU
-from vllm_lite.kernels.cuda import C_TYPES
-from vllm_lite.ops.cuda_attention import MAX_HEAD_DIM
-from vllm_lite.ops.cuda_kernels import kernels_for
 from vllm_lite.ops.workspace import Workspace
-
-
-@cache
-def all_kernels() -> EmulatedKernels:
-    return EmulatedKernels(kernel for dtype in C_TYPES for kernel in kernels_for(dtype, MAX_HEAD_DIM))
 
 
 @pytest.fixture
@@ -25,7 +16,7 @@ def kernels() -> EmulatedKernels:
     missing = missing_requirement()
     if missing is not None:
         pytest.skip(missing)
-    return all_kernels()
+    return checked_kernels()
 
 
 @pytest.fixture(params=["reference", "cuda"])

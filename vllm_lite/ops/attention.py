@@ -3,7 +3,8 @@
 The reference cuts a step into tiles: some sequences, the same number of queries of each (padded to the longest), and
 the blocks that these queries can see, gathered side by side. Sequences of like length share a tile, and a tile's
 gathered keys, values and mask fit a fixed budget (a single query whose context alone is larger gets a tile to itself).
-How a step is cut depends on its lengths, not on the layer, so it is derived once a step.
+How a step is cut depends on its lengths, not on the layer, so it is derived once a step. `cuda_attention.py` has the
+CUDA kernels' part.
 """
 
 from __future__ import annotations
