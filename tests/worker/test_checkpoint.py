@@ -265,12 +265,26 @@ def test_dummy_needs_no_weight_files_and_is_repeatable(folder: Path) -> None:
     assert first["a"].isfinite().all()
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_head_in_the_file_is_listed_whatever_the_flag_says(folder: Path, is_tied: bool) -> None:
-    edit_json(folder / "config.json", tie_word_embeddings=is_tied)
+@pytest.mark.parametrize("weights_format", ["safetensors", "bin"])
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_case_l1_a_head_beside_a_tied_embedding_counts_where_it_differs(
+    folder: Path, is_equal: bool, weights_format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    tensors = weights_of(folder)
+    if is_equal:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if weights_format == "safetensors":
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    else:
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
     checkpoint = opened(folder)
 
-    assert checkpoint.config.tie_word_embeddings == is_tied
+    reference: Any = reference_model(folder)
+    assert (reference.lm_head.weight is reference.model.embed_tokens.weight) == is_equal
+    assert checkpoint.config.tie_word_embeddings == is_equal
+    assert ("lm_head.weight" in caplog.text) != is_equal
     assert "lm_head.weight" in [tensor.name for tensor in checkpoint.tensors()]
 
 

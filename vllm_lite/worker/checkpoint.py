@@ -1,6 +1,7 @@
 """Opens a checkpoint wherever it is: finds its files, reads its configuration, lists its tensors.
 
-Reads no weight: `Checkpoint.load_into` does, once the model has somewhere to put them.
+Reads no weight, but a head that should not be there: `Checkpoint.load_into` does, once the model has somewhere to put
+them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint", "tokenizer_path"
 logger = logging.getLogger(__name__)
 
 DUMMY_SEED = 0
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
         logger.info("--load-format npcache reads the same files as pt, and writes no cache")
     read = open_safetensors if files.format == "safetensors" else open_pickle
     tensors = [tensor for name in files.names for tensor in read(path / name)]
-    return Checkpoint(_with_stored_dtype(model, tensors), path, _tensors=tensors)
+    return Checkpoint(_with_own_head(_with_stored_dtype(model, tensors), tensors), path, _tensors=tensors)
 
 
 def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> Path:
@@ -160,3 +162,15 @@ def _with_stored_dtype(model: ModelConfig, tensors: list[CheckpointTensor]) -> M
     return dataclasses.replace(
         model, dtype="float32" if stored == torch.float64 else str(stored).removeprefix("torch.")
     )
+
+
+def _with_own_head(model: ModelConfig, tensors: list[CheckpointTensor]) -> ModelConfig:
+    """Where the files hold a head that differs from the embedding, the two are not tied, as in transformers 5."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if not (model.tie_word_embeddings and EMBEDDING in by_name and HEAD in by_name):
+        return model
+    head, embedding = by_name[HEAD].read(), by_name[EMBEDDING].read()
+    if head.dtype == embedding.dtype and torch.equal(head, embedding):
+        return model
+    logger.warning("config.json ties %s to %s, but the checkpoint's differ: both are used as they are", HEAD, EMBEDDING)
+    return dataclasses.replace(model, tie_word_embeddings=False)
