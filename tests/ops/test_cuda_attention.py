@@ -156,11 +156,32 @@ def test_context_beyond_the_block_table_is_caught(space: Workspace, work: list[t
         run(space, batch)
 
 
-def run(space: Workspace, batch: Batch) -> None:
+def run(space: Workspace, batch: Batch) -> torch.Tensor:
     out = torch.zeros(batch.query.shape)
     caches = batch.key_cache, batch.value_cache
     numbers = batch.query_starts, batch.context_lens, batch.block_tables
     attend(space, batch.shape, batch.query, *caches, *numbers, 0.3, None, None, None, out)
+    return out
+
+
+@pytest.mark.parametrize("is_key", [True, False])
+@pytest.mark.parametrize("sequence", [1, 4])
+def test_nan_in_a_context_shows_in_its_sequence_alone(
+    small_partitions: None, space: Workspace, sequence: int, is_key: bool
+) -> None:
+    """A request that went wrong must be seen to fail, whichever part of its context the numbers are in."""
+    batch = make_batch(WORK)
+    (batch.key_cache if is_key else batch.value_cache)[batch.block_tables[sequence, 1].long()] = torch.nan
+    out = run(space, batch)[: batch.shape.num_tokens]
+    rows = slice(*batch.query_starts[sequence : sequence + 2].tolist())
+    assert out[rows].isnan().all()
+    out[rows] = 0.0
+    assert out.isfinite().all()
+
+
+def test_contexts_of_several_partitions_as_they_are(space: Workspace) -> None:
+    assert cuda_attention.PARTITION_SIZE == 512
+    check(space, make_batch([(1, 513), (1, 700), (2, 40)]))
 
 
 def test_heads_that_are_too_large_are_refused_before_anything_is_compiled() -> None:
