@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.checkpoints import cached_checkpoint, reference_greedy, reference_model
 from tests.helpers.runner import greedy_ids, last_logits, make_runner
+from vllm_lite.config import RopeConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.models.registry import build_model, model_class
 from vllm_lite.worker.hf_config import read_model_config
@@ -138,6 +139,21 @@ def test_weight_targets_are_views_that_cover_every_parameter_once() -> None:
 def test_unknown_architecture_is_refused_with_those_that_run() -> None:
     with pytest.raises(StartupError, match=r"'BananaForCausalLM'.*LlamaForCausalLM.*Qwen3ForCausalLM"):
         model_class("BananaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rope"),
+    [
+        (2, RopeConfig(kind="dynamic", factor=2.0, original_max_position_embeddings=64)),
+        (8, RopeConfig(kind="dynamic", factor=1e300, original_max_position_embeddings=64)),
+        (8, RopeConfig(kind="yarn", theta=1.0, factor=2.0, original_max_position_embeddings=64)),
+        (8, RopeConfig(kind="linear", factor=1e-45)),
+    ],
+)
+def test_rope_settings_without_finite_angles_are_refused(head_dim: int, rope: RopeConfig) -> None:
+    config = read_model_config(checkpoint("llama"), trust_remote_code=False)
+    with pytest.raises(StartupError, match=f"no finite angles follow from a head_dim of {head_dim}"):
+        build_model(replace(config, head_dim=head_dim, rope=rope), torch.float32, 128)
 
 
 def test_other_activation_is_refused() -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from vllm_lite.config import RopeConfig
+from vllm_lite.errors import StartupError
 from vllm_lite.layers.context import ForwardContext
 from vllm_lite.ops.rotary import rotary
 
@@ -23,12 +24,19 @@ class RotaryEmbedding:
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_model_len: int) -> torch.Tensor:
-    """[max_model_len, rotary_dim] float32: a row holds the cosines of a position, then its sines."""
+    """[max_model_len, rotary_dim] float32: a row holds the cosines of a position, then its sines.
+
+    Raises StartupError for settings that give no finite angles.
+    """
     dim = int(head_dim * rope.partial_rotary_factor)
-    frequencies, magnitude = _frequencies(rope, dim, max_model_len), 1.0
-    if rope.kind == "yarn":
-        magnitude = _yarn_magnitude(rope)
+    try:
+        frequencies = _frequencies(rope, dim, max_model_len)
+    except ArithmeticError:
+        frequencies = torch.full((dim // 2,), torch.nan)
+    magnitude = _yarn_magnitude(rope) if rope.kind == "yarn" else 1.0
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+    if not angles[-1].isfinite().all():  # the largest ones
+        raise StartupError(f"no finite angles follow from a head_dim of {head_dim} and the RoPE settings {rope}.")
     return torch.cat([angles.cos() * magnitude, angles.sin() * magnitude], dim=1)
 
 
