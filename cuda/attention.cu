@@ -49,7 +49,7 @@ struct Scoring {
   float scale, soft_cap;
   int window;
 
-  // Scores fit for a softmax of distance = key position - query position. The scale is in the query.
+  // Of a scaled product; distance = key position - query position.
   __device__ float score(float product, int head, int distance) const {
     if (soft_cap > 0.0f) product = soft_cap * tanhf(product / soft_cap);
     return alibi_slopes == nullptr ? product : product + alibi_slopes[head] * distance;
