@@ -172,6 +172,7 @@ def test_bound_socket_does_not_listen_and_cannot_be_shared() -> None:
 
 def test_http_layer_starts_without_torch() -> None:
     """So that the server of the tests, and a wrong flag, do not wait for it."""
-    code = "import sys, vllm_lite.entrypoints.launch; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, vllm_lite.entrypoints.api_server, vllm_lite.entrypoints.launch\n"
+    code += "print('torch' in sys.modules or 'transformers' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

@@ -134,6 +134,14 @@ def test_an_offline_start_without_the_model_says_why_and_the_ways_out(
     assert str(home / "hub") in str(caught.value)
 
 
+def test_a_tokenizer_that_cannot_be_had_is_not_taken_for_the_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = EngineConfig(model=str(cached_checkpoint()), tokenizer="nowhere")
+    with pytest.raises(StartupError, match=r"^--tokenizer 'nowhere'.*leave --tokenizer out") as caught:
+        tokenizer_path(config, open_checkpoint(config))
+    assert "--model" not in str(caught.value)
+
+
 def test_only_the_files_that_are_needed_are_fetched(
     home: Path, serve: Callable[[Path], FakeHub], tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> Path:
         return checkpoint.path
     if path := local_path(config.tokenizer, "--tokenizer"):
         return path
-    repo = HubRepo(config.tokenizer, config.tokenizer_revision, config.download_dir)
+    repo = HubRepo(config.tokenizer, config.tokenizer_revision, config.download_dir, "--tokenizer")
     folder = repo.cached_folder()
     if folder is not None and _has_tokenizer(folder):
         return folder

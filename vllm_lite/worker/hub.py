@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import huggingface_hub
 
@@ -53,6 +54,9 @@ def local_path(name: str, flag: str) -> Path | None:
     return None
 
 
+_DEFAULTS = {"--model": "default model", "--tokenizer": "model's own tokenizer"}
+
+
 @dataclass(frozen=True)
 class HubRepo:
     """A repository on the hub and its place in the local cache. Methods that connect raise StartupError."""
@@ -60,6 +64,8 @@ class HubRepo:
     name: str
     revision: str | None = None
     download_dir: str | None = None
+    flag: Literal["--model", "--tokenizer"] = "--model"
+    """Who asks for it, for the messages."""
 
     @property
     def cache_dir(self) -> Path:
@@ -117,9 +123,9 @@ class HubRepo:
         """The error that names the repository, why it cannot be had, and the ways out."""
         revision = f" (revision {self.revision})" if self.revision else ""
         return StartupError(
-            f"model {self.name!r}{revision}: there is no such local folder, and {reason}. Looked in {self.cache_dir}. "
-            "Name a local folder or .gguf file with --model, point HF_HOME or --download-dir to a cache that has it, "
-            "or leave --model out for the default model."
+            f"{self.flag} {self.name!r}{revision}: there is no such local folder, and {reason}. Looked in "
+            f"{self.cache_dir}. Name a local folder or .gguf file with {self.flag}, point HF_HOME or --download-dir to "
+            f"a cache that has it, or leave {self.flag} out for the {_DEFAULTS[self.flag]}."
         )
 
 
