@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from vllm_lite.worker.gguf_header import open_gguf
 from vllm_lite.worker.hf_config import derived_max_model_len
 from vllm_lite.worker.kv_cache import available_memory, choose_num_blocks
 from vllm_lite.worker.model_runner import ModelRunner
+from vllm_lite.worker.weights import num_available_cores
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +145,6 @@ def _choose_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dt
         num_kv_blocks=config.num_kv_blocks,
         available_bytes=available_memory() if config.num_kv_blocks is None else 0,
     )
-
-
-def num_available_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

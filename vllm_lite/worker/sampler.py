@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 
 from vllm_lite.engine.step import NO_TOKEN, Int32Array, SamplingInput
+from vllm_lite.sampling_params import GREEDY_BELOW
 from vllm_lite.worker.logits_processing import process_logits, tensor_of
 from vllm_lite.worker.random_numbers import uniforms
 
-MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy."""
 NUM_FIRST_CANDIDATES = 64
 CANDIDATE_GROWTH = 8
 MAX_LOGITS_AT_A_TIME = 2**18
@@ -68,7 +67,7 @@ def sample(logits: torch.Tensor, sampling: SamplingInput) -> Int32Array:
 
 
 def _is_greedy(sampling: SamplingInput) -> npt.NDArray[np.bool_]:
-    is_greedy: npt.NDArray[np.bool_] = (sampling.temperatures < MIN_TEMPERATURE) | (sampling.top_ks == 1)
+    is_greedy: npt.NDArray[np.bool_] = (sampling.temperatures < GREEDY_BELOW) | (sampling.top_ks == 1)
     return is_greedy
 
 

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NUM_NAMES_SHOWN = 5
+MAX_LOADING_THREADS = 8
+"""More would only wait for memory."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def load_weights(
             targets[name].copy_(source)
 
     largest_first = sorted(targets, key=lambda name: -targets[name].numel())
-    with ThreadPoolExecutor(max_workers=num_loading_threads(), thread_name_prefix="load-weights") as pool:
+    num_threads = min(num_available_cores(), MAX_LOADING_THREADS)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="load-weights") as pool:
         for _ in pool.map(copy, largest_first):
             pass
 
@@ -70,11 +73,9 @@ def fill_with_random(targets: Mapping[str, torch.Tensor], seed: int) -> None:
             target.uniform_(-0.02, 0.02, generator=generator)
 
 
-def num_loading_threads() -> int:
-    """One thread for each core that the process may use, eight at most: more would only wait for memory."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return min(num_cores, 8)
+def num_available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(by_name: Mapping[str, CheckpointTensor], targets: Mapping[str, torch.Tensor]) -> None:
