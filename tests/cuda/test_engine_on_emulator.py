@@ -44,7 +44,7 @@ def runner_of(
     """With a cache full of NaN, which no token may see."""
     config = read_model_config(folder, trust_remote_code=False)
     kernels = (checked_kernels() if is_checked else emulated(dtype, config.head_dim)) if on_emulator else None
-    runner = make_runner(config, reference_model(folder).state_dict(), dtype, kernels=kernels, block_size=8, **sizes)
+    runner = make_runner(config, reference_model(folder).state_dict(), dtype, cuda=kernels, block_size=8, **sizes)
     for layer in runner.caches:
         layer.key.fill_(torch.nan)
         layer.value.fill_(torch.nan)

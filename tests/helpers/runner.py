@@ -40,7 +40,7 @@ def make_runner(
     max_num_batched_tokens: int = 64,
     block_size: int = 16,
     num_blocks: int = 64,
-    kernels: CudaKernels | None = None,
+    cuda: CudaKernels | None = None,
 ) -> ModelRunner:
     """A runner whose model has the weights of `state`, a Hugging Face state dict that must fill every target."""
     model = build_model(config, dtype, max_model_len)
@@ -57,7 +57,7 @@ def make_runner(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         num_blocks=num_blocks,
-        kernels=kernels,
+        cuda=cuda,
     )
 
 

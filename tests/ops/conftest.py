@@ -23,4 +23,4 @@ def kernels() -> EmulatedKernels:
 def space(request: pytest.FixtureRequest) -> Workspace:
     if request.param == "reference":
         return Workspace(CPU, scratch_bytes=2**20)
-    return Workspace(CPU, scratch_bytes=2**20, kernels=request.getfixturevalue("kernels"))
+    return Workspace(CPU, scratch_bytes=2**20, cuda=request.getfixturevalue("kernels"))

@@ -17,9 +17,9 @@ KERNEL_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3
 def workspace(
     scratch_bytes: int = 2**20,
     native_dtypes: frozenset[torch.dtype] = frozenset({torch.float32}),
-    kernels: CudaKernels | None = None,
+    cuda: CudaKernels | None = None,
 ) -> Workspace:
-    return Workspace(CPU, native_dtypes, scratch_bytes, kernels)
+    return Workspace(CPU, native_dtypes, scratch_bytes, cuda)
 
 
 def tokens_shape(num_tokens: int, num_rows: int = 0) -> StepShape:

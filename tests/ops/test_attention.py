@@ -128,7 +128,7 @@ def check(
         out[:, 1:],
     )
     expected = naive(batch, scale, window, slopes, soft_cap)
-    if space.kernels is None:
+    if space.cuda is None:
         assert_close(out[:, 1:], expected)
     else:
         assert_near(out[:, 1:], expected.to(out.dtype))
@@ -169,7 +169,7 @@ def test_soft_cap(space: Workspace, window: int | None, slopes: torch.Tensor | N
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("scratch_bytes", [1, 3000, 20_000])
 def test_scratch_smaller_than_the_batch(space: Workspace, scratch_bytes: int, window: int | None) -> None:
-    check(workspace(scratch_bytes, kernels=space.kernels), make_batch(MIXED), window=window)
+    check(workspace(scratch_bytes, cuda=space.cuda), make_batch(MIXED), window=window)
 
 
 def test_queries_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

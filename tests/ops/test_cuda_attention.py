@@ -21,7 +21,7 @@ WORK = [(1, 1), (1, 70), (1, 45), (3, 3), (9, 40), (2, 33)]
 
 @pytest.fixture
 def space(kernels: EmulatedKernels) -> Workspace:
-    return workspace(kernels=kernels)
+    return workspace(cuda=kernels)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_partitions(monkeypatch: pytest.MonkeyPatch, space: Workspace, partition
 
 
 def test_partitions_of_more_sequences_than_the_scratch_memory_holds(small_partitions: None, space: Workspace) -> None:
-    small = workspace(5000, kernels=space.kernels)
+    small = workspace(5000, cuda=space.cuda)
     (buffer,) = small.scratch(torch.uint8, (5000,))
     check(small, make_batch([(1, n) for n in range(60, 75)]))
     assert small.scratch(torch.uint8, (5000,))[0].data_ptr() == buffer.data_ptr(), "the scratch memory grew"
@@ -127,7 +127,7 @@ def bytes_of_launch(kernels: EmulatedKernels, batch: Batch, kernel: str, window:
             if name == kernel:
                 counts.update({cache: self.module_of(name).bytes(cache) for cache in ("key_cache", "value_cache")})
 
-    check(workspace(kernels=Counting()), batch, window=window)
+    check(workspace(cuda=Counting()), batch, window=window)
     return counts
 
 

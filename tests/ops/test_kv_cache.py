@@ -62,7 +62,7 @@ def test_kernel_writes_what_the_reference_writes(
     key, value = (part.view(4, num_kv_heads, head_dim) for part in (wide_key[:, :size], wide_value[:, -size:]))
     slots = torch.tensor([block_size, -1, 2 * block_size - 1, 5], dtype=torch.int32)
     caches = {}
-    for name, space in {"reference": workspace(), "cuda": workspace(kernels=kernels)}.items():
+    for name, space in {"reference": workspace(), "cuda": workspace(cuda=kernels)}.items():
         caches[name] = [torch.zeros(2, num_kv_heads, block_size, head_dim, dtype=dtype) for _ in range(2)]
         kv_cache.write(space, tokens_shape(4), key, value, slots, *caches[name])
     assert all(map(torch.equal, caches["cuda"], caches["reference"]))
@@ -71,7 +71,7 @@ def test_kernel_writes_what_the_reference_writes(
 def test_kernel_reads_and_writes_each_byte_once(kernels: EmulatedKernels) -> None:
     key, value = random(3, 2, 64), random(3, 2, 64, seed=1)
     caches = [torch.zeros(2, 2, 16, 64) for _ in range(2)]
-    kv_cache.write(workspace(kernels=kernels), tokens_shape(3), key, value, torch.arange(3, dtype=torch.int32), *caches)
+    kv_cache.write(workspace(cuda=kernels), tokens_shape(3), key, value, torch.arange(3, dtype=torch.int32), *caches)
     module = kernels.module_of("write_kv<uint4>")
     num_bytes = key.numel() * 4
     assert [module.bytes(name) for name in ("key", "value")] == [Bytes(num_bytes, 0)] * 2
@@ -82,7 +82,7 @@ def test_slot_beyond_the_cache_is_caught(kernels: EmulatedKernels) -> None:
     key, caches = random(1, 2, 8), [torch.zeros(2, 2, 16, 8) for _ in range(2)]
     with pytest.raises(EmulatorError, match=r"write of 16 bytes out of bounds at key_cache\[2048\]"):
         kv_cache.write(
-            workspace(kernels=kernels), tokens_shape(1), key, key, torch.tensor([32], dtype=torch.int32), *caches
+            workspace(cuda=kernels), tokens_shape(1), key, key, torch.tensor([32], dtype=torch.int32), *caches
         )
 
 
@@ -90,12 +90,10 @@ def test_slot_given_twice_is_caught(kernels: EmulatedKernels) -> None:
     key, caches = random(2, 2, 8), [torch.zeros(2, 2, 16, 8) for _ in range(2)]
     with pytest.raises(EmulatorError, match=r"race: write after a write of key_cache"):
         kv_cache.write(
-            workspace(kernels=kernels), tokens_shape(2), key, key, torch.tensor([3, 3], dtype=torch.int32), *caches
+            workspace(cuda=kernels), tokens_shape(2), key, key, torch.tensor([3, 3], dtype=torch.int32), *caches
         )
 
 
 def test_block_that_is_source_and_destination_is_caught(kernels: EmulatedKernels) -> None:
     with pytest.raises(EmulatorError, match=r"race: .* of cache\[.* of another block"):
-        kv_cache.copy_blocks(
-            workspace(kernels=kernels), [random(3, 2, 8, 4)], torch.tensor([0, 1]), torch.tensor([1, 2])
-        )
+        kv_cache.copy_blocks(workspace(cuda=kernels), [random(3, 2, 8, 4)], torch.tensor([0, 1]), torch.tensor([1, 2]))

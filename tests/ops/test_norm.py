@@ -63,7 +63,7 @@ def test_kernels_give_what_the_reference_gives(
         random(size, dtype=dtype, seed=2),
     )
     outs = []
-    for space in (workspace(), workspace(kernels=kernels)):
+    for space in (workspace(), workspace(cuda=kernels)):
         outs.append(torch.empty(2, 2, size + 8, dtype=dtype)[..., :size])
         if norm == "rms_norm":
             rms_norm(space, tokens_shape(2), x[:, 1:], weight, 1e-5, outs[-1])

@@ -46,5 +46,5 @@ def test_kernels_give_what_the_reference_gives(
     qkv = random(3, num_heads + 2, head_dim, dtype=dtype)
     expected = qkv.clone()
     rotary(workspace(), tokens_shape(3), positions, table, expected[:, 1 : num_heads + 1])
-    rotary(workspace(kernels=kernels), tokens_shape(3), positions, table, qkv[:, 1 : num_heads + 1])
+    rotary(workspace(cuda=kernels), tokens_shape(3), positions, table, qkv[:, 1 : num_heads + 1])
     assert_near(qkv, expected)

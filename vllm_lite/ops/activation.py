@@ -34,12 +34,12 @@ def gate_up_silu(
     """
     n, size = shape.num_tokens, out.shape[1]
     x, out = x[:n], out[:n]
-    if workspace.kernels is not None or multiplies_directly(workspace, x):
+    if workspace.cuda is not None or multiplies_directly(workspace, x):
         for rows in workspace.row_tiles(n, 2 * size * x.dtype.itemsize):
             (product,) = workspace.scratch(x.dtype, (rows.stop - rows.start, 2 * size))
             multiply(x[rows], weight, product)
-            if workspace.kernels is not None:
-                _launch_silu_and_mul(workspace.kernels, product, bias, out[rows])
+            if workspace.cuda is not None:
+                _launch_silu_and_mul(workspace.cuda, product, bias, out[rows])
                 continue
             if bias is not None:
                 product.add_(bias)

@@ -94,7 +94,7 @@ def attend(
     [num_heads] float32: slope * (key position - query position) is added to a score. soft_cap: a scaled score s becomes
     soft_cap * tanh(s / soft_cap). What lies in slots beyond a context never matters, be it NaN.
     """
-    if (kernels := workspace.kernels) is not None:
+    if (kernels := workspace.cuda) is not None:
         scoring = Scoring(scale, window, alibi_slopes, soft_cap)
         decode(workspace, kernels, shape, query, key_cache, value_cache, context_lens, block_tables, scoring, out)
         prefill(kernels, shape, query, key_cache, value_cache, query_starts, context_lens, block_tables, scoring, out)

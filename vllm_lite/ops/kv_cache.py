@@ -38,8 +38,8 @@ def write(
     key and value [max_tokens, num_kv_heads, head_dim], any stride over tokens; slot_mapping [max_tokens] int32; all but
     the last of one dtype.
     """
-    if workspace.kernels is not None:
-        _launch_write(workspace.kernels, shape, key, value, slot_mapping, key_cache, value_cache)
+    if workspace.cuda is not None:
+        _launch_write(workspace.cuda, shape, key, value, slot_mapping, key_cache, value_cache)
         return
     n, block_size = shape.num_tokens, key_cache.shape[2]
 
@@ -91,14 +91,14 @@ def copy_blocks(
 
     sources and destinations [num_copies] int64 block ids.
     """
-    if workspace.kernels is None:
+    if workspace.cuda is None:
         for cache in caches:
             cache.index_copy_(0, destinations, cache.index_select(0, sources))
         return
     for cache in caches:
         # Blocks of 8 tokens or a multiple of it: 16 bytes or a multiple of them, whatever the dtype.
         units_per_block = cache[0].numel() * cache.dtype.itemsize // 16
-        workspace.kernels.launch(
+        workspace.cuda.launch(
             "copy_blocks",
             (len(sources),),
             threads_for(units_per_block),

@@ -31,8 +31,8 @@ def rms_norm(
     x and out [max_tokens, size] or [max_tokens, num_heads, size], any stride over tokens and heads; weight [size]; all
     of one dtype. out may be x.
     """
-    if workspace.kernels is not None:
-        _launch(workspace.kernels, "rms_norm", shape, x, (weight,), eps, out)
+    if workspace.cuda is not None:
+        _launch(workspace.cuda, "rms_norm", shape, x, (weight,), eps, out)
         return
     x = x[: shape.num_tokens]
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -54,8 +54,8 @@ def layer_norm(
 
     Sizes as in `rms_norm`; bias [size]. out may be x.
     """
-    if workspace.kernels is not None:
-        _launch(workspace.kernels, "layer_norm", shape, x, (weight, bias), eps, out)
+    if workspace.cuda is not None:
+        _launch(workspace.cuda, "layer_norm", shape, x, (weight, bias), eps, out)
         return
     x = x[: shape.num_tokens].float()
     wide_bias = None if bias is None else bias.float()

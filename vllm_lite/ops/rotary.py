@@ -23,8 +23,8 @@ def rotary(
     positions [max_tokens] int32; cos_sin [max_model_len, rotary_dim] float32, cosines in the first half of a row and
     sines in the second; heads [max_tokens, num_heads, head_dim], any stride over tokens.
     """
-    if workspace.kernels is not None:
-        _launch(workspace.kernels, shape, positions, cos_sin, heads)
+    if workspace.cuda is not None:
+        _launch(workspace.cuda, shape, positions, cos_sin, heads)
         return
     n = shape.num_tokens
     half = cos_sin.shape[1] // 2

@@ -20,7 +20,7 @@ class Workspace:
     """Ops run one after the other, so all of them share one scratch buffer; none finds in it what another left.
 
     `native_dtypes` are the dtypes that the device multiplies in at full speed. The reference ops work in tiles that
-    fit the scratch buffer, whatever the step's sizes. With `kernels`, the ops that have one launch it; without, and
+    fit the scratch buffer, whatever the step's sizes. With `cuda`, the ops that have a kernel launch it; without, and
     where there is none, the reference runs.
     """
 
@@ -29,10 +29,10 @@ class Workspace:
         device: torch.device,
         native_dtypes: frozenset[torch.dtype] = frozenset({torch.float32}),
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
-        kernels: CudaKernels | None = None,
+        cuda: CudaKernels | None = None,
     ) -> None:
         self.native_dtypes = native_dtypes
-        self.kernels = kernels
+        self.cuda = cuda
         self.scratch_bytes = scratch_bytes
         self._buffer = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
         self._views: dict[Hashable, list[torch.Tensor]] = {}

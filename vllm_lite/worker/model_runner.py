@@ -22,7 +22,7 @@ class ModelRunner:
     """Owns the cache, the activations and the step's tensors, all of maximal size.
 
     The tensors a step is read from keep their addresses for life. The model's parameters must have been filled.
-    With `kernels`, the ops launch them where they can; they must hold what `kernels_for` lists for the model.
+    With `cuda`, the ops launch its kernels where they can; they must hold what `kernels_for` lists for the model.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class ModelRunner:
         max_num_batched_tokens: int,
         block_size: int,
         num_blocks: int,
-        kernels: CudaKernels | None = None,
+        cuda: CudaKernels | None = None,
     ) -> None:
         device, dtype = model.options.device, model.options.dtype
         self.model = model
-        self.workspace = Workspace(device, native_dtypes(device), kernels=kernels)
+        self.workspace = Workspace(device, native_dtypes(device), cuda=cuda)
         self.activations = model.new_activations(max_num_batched_tokens)
         self.caches = kv_cache.allocate(
             model.config, dtype=dtype, block_size=block_size, num_blocks=num_blocks, device=device
