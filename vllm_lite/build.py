@@ -18,6 +18,8 @@ from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.errors import StartupError
+from vllm_lite.kernels.cpu import PANEL_ROWS, CpuKernels, load_cpu_kernels
+from vllm_lite.kernels.topology import available_cpus, physical_cores
 from vllm_lite.models.registry import build_model
 from vllm_lite.tokenizer import load_tokenizer
 from vllm_lite.worker.checkpoint import Checkpoint, open_checkpoint, tokenizer_path
@@ -63,18 +65,23 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
 
 def build_parts(config: EngineConfig) -> EngineParts:
     """Like `build_engine`, without an event loop."""
-    torch.set_num_threads(config.num_threads or num_available_cores())
     device = torch.device("cpu")
+    kernels = _cpu_kernels(config)
+    torch.set_num_threads(config.num_threads or num_available_cores())
     checkpoint = open_checkpoint(config)
     dtype = resolve_dtype(config, checkpoint.config, checkpoint.gguf_metadata is not None, device)
     max_model_len = choose_max_model_len(config, checkpoint.config)
     # What cannot work ends the start before the weights are read, and before there is a table for a huge context.
     _choose_num_blocks(config, checkpoint.config, dtype, max_model_len)
     with _named_memory_errors(checkpoint.config, max_model_len):
-        model = build_model(checkpoint.config, dtype, max_model_len, device)
+        panel_rows = 1 if kernels is None else PANEL_ROWS
+        model = build_model(checkpoint.config, dtype, max_model_len, device, panel_rows)
     with ThreadPoolExecutor(max_workers=1) as pool:
         tokenizer = pool.submit(_load_tokenizer, config, checkpoint)
         checkpoint.load_into(model.weight_targets(), model.is_ignored)
+        if kernels is not None:
+            for matrix in model.options.matrices:
+                kernels.pack(matrix)
     num_blocks = _choose_num_blocks(config, checkpoint.config, dtype, max_model_len)
     settings = EngineSettings(
         block_size=config.block_size,
@@ -96,12 +103,14 @@ def build_parts(config: EngineConfig) -> EngineParts:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             block_size=settings.block_size,
             num_blocks=num_blocks,
+            cpu=kernels,
+            enforce_eager=config.enforce_eager,
         )
     logger.info(
         "%s in %s on %d threads: context %d tokens, KV cache %d blocks of %d tokens",
         checkpoint.config.architecture,
         str(dtype).removeprefix("torch."),
-        torch.get_num_threads(),
+        torch.get_num_threads() if kernels is None else kernels.num_threads,
         max_model_len,
         num_blocks,
         settings.block_size,
@@ -114,6 +123,16 @@ def build_parts(config: EngineConfig) -> EngineParts:
         model=checkpoint.config,
         checkpoint_path=checkpoint.path,
     )
+
+
+def _cpu_kernels(config: EngineConfig) -> CpuKernels | None:
+    cores = physical_cores()
+    if config.num_threads is not None and config.num_threads > len(available_cpus()):
+        raise StartupError(
+            f"--num-threads {config.num_threads} is more than the {len(available_cpus())} cores that this process may "
+            "use: set it to that or less, or leave it out."
+        )
+    return load_cpu_kernels(config.num_threads or len(cores), cores)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -39,7 +39,7 @@ def emulated(dtype: torch.dtype, head_dim: int) -> EmulatedKernels:
 
 
 def runner_of(
-    folder: Path, dtype: torch.dtype, *, on_emulator: bool, is_checked: bool = False, **sizes: int
+    folder: Path, dtype: torch.dtype, *, on_emulator: bool, is_checked: bool = False, **sizes: Any
 ) -> ModelRunner:
     """With a cache full of NaN, which no token may see."""
     config = read_model_config(folder, trust_remote_code=False)

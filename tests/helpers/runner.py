@@ -12,6 +12,7 @@ import torch
 from tests.helpers.sampling import GREEDY, Row, sampling_input
 from vllm_lite.config import ModelConfig
 from vllm_lite.engine.step import StepInput, StepShape
+from vllm_lite.kernels.cpu import PANEL_ROWS, CpuKernels
 from vllm_lite.kernels.cuda import CudaKernels
 from vllm_lite.models.registry import build_model
 from vllm_lite.worker.model_runner import ModelRunner
@@ -41,15 +42,20 @@ def make_runner(
     block_size: int = 16,
     num_blocks: int = 64,
     cuda: CudaKernels | None = None,
+    cpu: CpuKernels | None = None,
+    enforce_eager: bool = False,
 ) -> ModelRunner:
     """A runner whose model has the weights of `state`, a Hugging Face state dict that must fill every target."""
-    model = build_model(config, dtype, max_model_len)
+    model = build_model(config, dtype, max_model_len, panel_rows=1 if cpu is None else PANEL_ROWS)
     targets = model.weight_targets()
     leftover = {name for name in state.keys() - targets.keys() if not model.is_ignored(name)}
     assert not leftover, f"unused: {sorted(leftover)}"
     for name, target in targets.items():
         assert target.shape == state[name].shape, name
         target.copy_(state[name])
+    if cpu is not None:
+        for matrix in model.options.matrices:
+            cpu.pack(matrix)
     return ModelRunner(
         model,
         max_model_len=max_model_len,
@@ -58,6 +64,8 @@ def make_runner(
         block_size=block_size,
         num_blocks=num_blocks,
         cuda=cuda,
+        cpu=cpu,
+        enforce_eager=enforce_eager,
     )
 
 

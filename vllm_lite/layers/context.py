@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,21 @@ class LayerOptions:
 
     dtype: torch.dtype
     device: torch.device
+    panel_rows: int = 1
+    """Of a weight, what belongs together: kernels that pack weights read whole panels."""
+    matrices: list[torch.Tensor] = field(default_factory=list)
+    """Every weight that layers made by `matrix`, with all its memory: what is packed once the weights are loaded."""
+
+    def panelled(self, num_rows: int) -> int:
+        """The rows of all panels that it takes."""
+        return -(-num_rows // self.panel_rows) * self.panel_rows
+
+    def matrix(self, num_rows: int, size: int) -> torch.Tensor:
+        """An uninitialised weight [num_rows, size]; what fills up its last panel is 0."""
+        memory = torch.empty(self.panelled(num_rows), size, dtype=self.dtype, device=self.device)
+        memory[num_rows:] = 0
+        self.matrices.append(memory)
+        return memory[:num_rows]
 
 
 @dataclass(frozen=True)

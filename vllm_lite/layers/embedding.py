@@ -14,7 +14,7 @@ class Embedding:
     """A row for each token id."""
 
     def __init__(self, options: LayerOptions, vocab_size: int, size: int) -> None:
-        self.weight = torch.empty(vocab_size, size, dtype=options.dtype, device=options.device)
+        self.weight = options.matrix(vocab_size, size)
 
     def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """`<prefix>weight`."""
@@ -30,11 +30,7 @@ class LMHead:
 
     def __init__(self, options: LayerOptions, vocab_size: int, size: int, tied_to: Embedding | None) -> None:
         self.is_tied = tied_to is not None
-        self.weight = (
-            tied_to.weight
-            if tied_to is not None
-            else torch.empty(vocab_size, size, dtype=options.dtype, device=options.device)
-        )
+        self.weight = options.matrix(vocab_size, size) if tied_to is None else tied_to.weight
 
     def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """`<prefix>weight`, or nothing where the embedding's weight serves."""

@@ -22,7 +22,7 @@ class FusedLinear:
     ) -> None:
         self.blocks = dict(blocks)
         self.out_features = sum(blocks.values())
-        self.weight = torch.empty(self.out_features, in_features, dtype=options.dtype, device=options.device)
+        self.weight = options.matrix(self.out_features, in_features)
         self.bias = torch.empty(self.out_features, dtype=options.dtype, device=options.device) if has_bias else None
 
     def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
@@ -41,11 +41,28 @@ class FusedLinear:
         linear(context.workspace, context.shape, x, self.weight, self.bias, out)
 
 
-class GateUpLinear(FusedLinear):
-    """Gate and up projection of an MLP with what combines them: out = silu(gate(x)) * up(x)."""
+class GateUpLinear:
+    """Gate and up projection of an MLP with what combines them: out = silu(gate(x)) * up(x).
+
+    The two halves of weight and bias begin at panels of their own.
+    """
 
     def __init__(self, options: LayerOptions, in_features: int, size: int, has_bias: bool = False) -> None:
-        super().__init__(options, in_features, {"gate_proj": size, "up_proj": size}, has_bias)
+        self.size = size
+        half = options.panelled(size)
+        self.weight = options.matrix(2 * half, in_features)
+        self.bias = torch.zeros(2 * half, dtype=options.dtype, device=options.device) if has_bias else None
+        self.weight.view(2, half, in_features)[:, size:] = 0
+
+    def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
+        """`<prefix>gate_proj.weight`, `<prefix>up_proj.weight` and the biases."""
+        targets = {}
+        for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is not None:
+                gate, up = parameter.chunk(2)
+                targets[f"{prefix}gate_proj.{kind}"] = gate[: self.size]
+                targets[f"{prefix}up_proj.{kind}"] = up[: self.size]
+        return targets
 
     def __call__(self, context: ForwardContext, x: torch.Tensor, out: torch.Tensor) -> None:
         """x [max_tokens, in_features], out [max_tokens, size]."""
@@ -59,7 +76,7 @@ class ResidualLinear:
     """
 
     def __init__(self, options: LayerOptions, in_features: int, out_features: int, has_bias: bool = False) -> None:
-        self.weight = torch.empty(out_features, in_features, dtype=options.dtype, device=options.device)
+        self.weight = options.matrix(out_features, in_features)
         self.bias = torch.empty(out_features, dtype=options.dtype, device=options.device) if has_bias else None
 
     def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:

@@ -27,12 +27,19 @@ def model_class(architecture: str) -> type[LlamaForCausalLM]:
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    device: torch.device | None = None,
+    panel_rows: int = 1,
 ) -> LlamaForCausalLM:
-    """The model with uninitialised parameters. Raises StartupError for what does not run here."""
+    """The model with uninitialised parameters; `panel_rows` as in `LayerOptions`.
+
+    Raises StartupError for what does not run here.
+    """
     cls = model_class(config.architecture)
     if config.hidden_act not in ("silu", "swish"):
         raise StartupError(
             f"{config.architecture} with hidden_act {config.hidden_act!r} is not supported; only silu is."
         )
-    return cls(config, LayerOptions(dtype, device or torch.device("cpu")), max_model_len)
+    return cls(config, LayerOptions(dtype, device or torch.device("cpu"), panel_rows), max_model_len)

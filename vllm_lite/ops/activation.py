@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.kernels.cpu import type_name
 from vllm_lite.kernels.cuda import C_TYPES, CudaKernels, Kernel, access_widths, elements_per_access, threads_for
 from vllm_lite.ops.linear import multiplies_directly, multiply, products
 from vllm_lite.ops.workspace import Workspace
@@ -30,8 +31,14 @@ def gate_up_silu(
     """out[t] = silu(x[t] @ gate.T + gate_bias) * (x[t] @ up.T + up_bias).
 
     x [max_tokens, in_features]; weight [2 * size, in_features] and bias [2 * size], the gate's rows before the up
-    rows; out [max_tokens, size]; all of one dtype.
+    rows; out [max_tokens, size]; all of one dtype. With CPU kernels the weight is packed, and the up rows of both begin
+    at the next multiple of PANEL_ROWS.
     """
+    if workspace.cpu is not None:
+        name = f"gate_up_silu_{type_name(x.dtype)}"
+        sizes = (out.stride(0), out.shape[1], x.shape[1])
+        workspace.cpu.call(name, shape, x, x.stride(0), weight, bias, out, *sizes)
+        return
     n, size = shape.num_tokens, out.shape[1]
     x, out = x[:n], out[:n]
     if workspace.cuda is not None or multiplies_directly(workspace, x):

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.ops import cpu_attention
 from vllm_lite.ops.cuda_attention import Scoring, decode, prefill
 from vllm_lite.ops.workspace import Workspace
 
@@ -98,6 +99,11 @@ def attend(
         scoring = Scoring(scale, window, alibi_slopes, soft_cap)
         decode(workspace, kernels, shape, query, key_cache, value_cache, context_lens, block_tables, scoring, out)
         prefill(kernels, shape, query, key_cache, value_cache, query_starts, context_lens, block_tables, scoring, out)
+        return
+    if workspace.cpu is not None:
+        scoring = Scoring(scale, window, alibi_slopes, soft_cap)
+        caches, tables = (key_cache, value_cache), (query_starts, context_lens, block_tables)
+        cpu_attention.attend(workspace, workspace.cpu, shape, query, caches, tables, scoring, out)
         return
     is_plain = alibi_slopes is not None or soft_cap is not None
     scores_per_key = query.shape[1] if is_plain else 1

@@ -2,7 +2,7 @@
 
 A layer's keys and its values are `[num_blocks, num_kv_heads, block_size, head_dim]` each. Only this file and
 `attention.py` know that; an implementation for a device may order the bytes of a head's block as it likes. The CUDA
-kernels keep this order.
+kernels keep this order; cpu/kv_cache.h says what the CPU kernels do.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.kernels.cpu import type_name
 from vllm_lite.kernels.cuda import CudaKernels, Kernel, elements_per_access, threads_for
 from vllm_lite.ops.workspace import Workspace
 
@@ -40,6 +41,11 @@ def write(
     """
     if workspace.cuda is not None:
         _launch_write(workspace.cuda, shape, key, value, slot_mapping, key_cache, value_cache)
+        return
+    if workspace.cpu is not None:
+        sizes = (key.stride(0), value.stride(0), *key_cache.shape[1:])
+        name = f"write_kv_{type_name(key.dtype)}"
+        workspace.cpu.call(name, shape, key, value, slot_mapping, key_cache, value_cache, *sizes)
         return
     n, block_size = shape.num_tokens, key_cache.shape[2]
 

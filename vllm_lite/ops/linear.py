@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.kernels.cpu import CpuKernels, type_name
 from vllm_lite.ops.workspace import Workspace
 
 MAX_ROWS_IN_16_BITS = 8
@@ -34,8 +35,11 @@ def linear(
     """out[t] = x[t] @ weight.T + bias.
 
     x [max_tokens, in_features]; weight [out_features, in_features]; bias [out_features]; out
-    [max_tokens, out_features]; all of one dtype.
+    [max_tokens, out_features]; all of one dtype. With CPU kernels the weight is packed.
     """
+    if workspace.cpu is not None:
+        _call(workspace.cpu, "linear", shape, x, weight, bias, out)
+        return
     n = shape.num_tokens
     _multiply(workspace, x[:n], weight, bias, out[:n], accumulate=False)
 
@@ -49,8 +53,24 @@ def linear_accumulate(
     accumulate_into: torch.Tensor,
 ) -> None:
     """accumulate_into[t] += x[t] @ weight.T + bias: how a branch ends in the residual stream. Sizes as in `linear`."""
+    if workspace.cpu is not None:
+        _call(workspace.cpu, "linear_accumulate", shape, x, weight, bias, accumulate_into)
+        return
     n = shape.num_tokens
     _multiply(workspace, x[:n], weight, bias, accumulate_into[:n], accumulate=True)
+
+
+def _call(
+    kernels: CpuKernels,
+    name: str,
+    shape: StepShape,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    sizes = (out.stride(0), out.shape[1], x.shape[1])
+    kernels.call(f"{name}_{type_name(x.dtype)}", shape, x, x.stride(0), weight, bias, out, *sizes)
 
 
 def products(

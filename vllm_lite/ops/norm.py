@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.kernels.cpu import CpuKernels, type_name
 from vllm_lite.kernels.cuda import C_TYPES, CudaKernels, Kernel, access_widths, elements_per_access, threads_for
 from vllm_lite.ops.workspace import Workspace
 
@@ -34,6 +35,9 @@ def rms_norm(
     if workspace.cuda is not None:
         _launch(workspace.cuda, "rms_norm", shape, x, (weight,), eps, out)
         return
+    if workspace.cpu is not None:
+        _call(workspace.cpu, "rms_norm", shape, x, (weight,), eps, out)
+        return
     x = x[: shape.num_tokens]
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     factor = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
@@ -56,6 +60,9 @@ def layer_norm(
     """
     if workspace.cuda is not None:
         _launch(workspace.cuda, "layer_norm", shape, x, (weight, bias), eps, out)
+        return
+    if workspace.cpu is not None:
+        _call(workspace.cpu, "layer_norm", shape, x, (weight, bias), eps, out)
         return
     x = x[: shape.num_tokens].float()
     wide_bias = None if bias is None else bias.float()
@@ -86,3 +93,18 @@ def _launch(
         np.int32(size),
         *map(np.int64, (*x.stride()[:2], *out.stride()[:2])),
     )
+
+
+def _call(
+    kernels: CpuKernels,
+    norm: str,
+    shape: StepShape,
+    x: torch.Tensor,
+    parameters: tuple[torch.Tensor | None, ...],
+    eps: float,
+    out: torch.Tensor,
+) -> None:
+    if x.dim() == 2:
+        x, out = x.unsqueeze(1), out.unsqueeze(1)
+    sizes = (x.shape[1], x.shape[2], *x.stride()[:2], *out.stride()[:2])
+    kernels.call(f"{norm}_{type_name(x.dtype)}", shape, x, *parameters, out, eps, *sizes)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_lite.engine.step import StepShape
+from vllm_lite.kernels.cpu import type_name
 from vllm_lite.kernels.cuda import C_TYPES, CudaKernels, Kernel, threads_for
 from vllm_lite.ops.workspace import Workspace
 
@@ -25,6 +26,10 @@ def rotary(
     """
     if workspace.cuda is not None:
         _launch(workspace.cuda, shape, positions, cos_sin, heads)
+        return
+    if workspace.cpu is not None:
+        sizes = (heads.stride(0), *heads.shape[1:], cos_sin.shape[1] // 2)
+        workspace.cpu.call(f"rotary_{type_name(heads.dtype)}", shape, heads, positions, cos_sin, *sizes)
         return
     n = shape.num_tokens
     half = cos_sin.shape[1] // 2

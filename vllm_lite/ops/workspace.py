@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from vllm_lite.kernels.cpu import CpuKernels
 from vllm_lite.kernels.cuda import CudaKernels
 
 Derived = TypeVar("Derived")
@@ -20,8 +21,8 @@ class Workspace:
     """Ops run one after the other, so all of them share one scratch buffer; none finds in it what another left.
 
     `native_dtypes` are the dtypes that the device multiplies in at full speed. The reference ops work in tiles that
-    fit the scratch buffer, whatever the step's sizes. With `cuda`, the ops that have a kernel launch it; without, and
-    where there is none, the reference runs.
+    fit the scratch buffer, whatever the step's sizes. With `cuda`, the ops that have a kernel launch it; with `cpu`,
+    every op calls its kernel; otherwise the reference runs.
     """
 
     def __init__(
@@ -30,13 +31,16 @@ class Workspace:
         native_dtypes: frozenset[torch.dtype] = frozenset({torch.float32}),
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
         cuda: CudaKernels | None = None,
+        cpu: CpuKernels | None = None,
     ) -> None:
         self.native_dtypes = native_dtypes
         self.cuda = cuda
+        self.cpu = cpu
         self.scratch_bytes = scratch_bytes
         self._buffer = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
         self._views: dict[Hashable, list[torch.Tensor]] = {}
         self._derived: dict[Hashable, Any] = {}
+        self._kept: dict[Hashable, torch.Tensor] = {}
 
     def scratch(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
         """Uninitialised tensors side by side in the buffer, which grows if it must. Valid until the next call."""
@@ -55,6 +59,13 @@ class Workspace:
             self._views.clear()
         flat = self._buffer.view(dtype)
         return [flat[offset : offset + math.prod(shape)].view(shape) for offset, shape in zip(offsets, shapes)]
+
+    def kept(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """A tensor of its own that keeps its address, for ops whose calls are captured; the same for the same name."""
+        key = (name, dtype, shape)
+        if key not in self._kept:
+            self._kept[key] = torch.empty(shape, dtype=dtype, device=self._buffer.device)
+        return self._kept[key]
 
     def row_tiles(self, num_rows: int, bytes_per_row: int) -> Iterator[slice]:
         """Cuts rows into as many tiles as it takes for each to fit the scratch buffer."""

@@ -8,13 +8,15 @@ import numpy as np
 import torch
 
 from vllm_lite.engine.step import Int32Array, StepInput, StepOutput
+from vllm_lite.kernels.cpu import CpuKernels
 from vllm_lite.kernels.cuda import CudaKernels
-from vllm_lite.layers.context import ForwardContext, StepTensors
+from vllm_lite.layers.context import StepTensors
 from vllm_lite.models.llama import LlamaForCausalLM
 from vllm_lite.ops.kv_cache import copy_blocks
 from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker import kv_cache
 from vllm_lite.worker.dtype import CPU_FLAG, is_native
+from vllm_lite.worker.programs import CapturedProgram, EagerProgram, Program
 from vllm_lite.worker.sampler import is_plain_greedy, sample
 
 
@@ -23,6 +25,7 @@ class ModelRunner:
 
     The tensors a step is read from keep their addresses for life. The model's parameters must have been filled.
     With `cuda`, the ops launch its kernels where they can; they must hold what `kernels_for` lists for the model.
+    With `cpu`, the ops call those, captured once unless `enforce_eager`; the model's weights must have been packed.
     """
 
     def __init__(
@@ -35,10 +38,12 @@ class ModelRunner:
         block_size: int,
         num_blocks: int,
         cuda: CudaKernels | None = None,
+        cpu: CpuKernels | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         device, dtype = model.options.device, model.options.dtype
         self.model = model
-        self.workspace = Workspace(device, native_dtypes(device), cuda=cuda)
+        self.workspace = Workspace(device, native_dtypes(device), cuda=cuda, cpu=cpu)
         self.activations = model.new_activations(max_num_batched_tokens)
         self.caches = kv_cache.allocate(
             model.config, dtype=dtype, block_size=block_size, num_blocks=num_blocks, device=device
@@ -59,23 +64,26 @@ class ModelRunner:
         )
         self.logits = torch.empty(max_num_seqs, model.config.vocab_size, dtype=torch.float32, device=device)
         self.greedy_ids = int32(max_num_seqs)
+        eager = EagerProgram(
+            model, self.workspace, self.tensors, self.activations, self.caches, self.logits, self.greedy_ids
+        )
+        self._program: Program = eager if cpu is None or enforce_eager else CapturedProgram(eager, cpu)
 
     def run(self, step: StepInput) -> StepOutput:
         """Computes the step and picks a token for each sampled row."""
         sampling = step.sampling
         shape = dataclasses.replace(step.shape, num_rows=sampling.num_rows)
-        context = ForwardContext(self.workspace, shape, self.tensors)
         with torch.inference_mode():
             self.workspace.begin_step()
             self._fill(step)
             self._copy_blocks(step)
-            self.model.forward(context, self.activations, self.caches)
+            self._program.forward(shape)
             if shape.num_rows == 0:
                 return StepOutput(np.empty(0, np.int32))
             if is_plain_greedy(sampling):
-                self.model.greedy(context, self.activations, self.greedy_ids)
+                self._program.greedy(shape)
                 return StepOutput(self.greedy_ids[: shape.num_rows].to("cpu", copy=True).numpy())
-            self.model.logits(context, self.activations, self.logits)
+            self._program.logits(shape)
             return StepOutput(sample(self.logits[: shape.num_rows], sampling))
 
     def _fill(self, step: StepInput) -> None:

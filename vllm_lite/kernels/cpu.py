@@ -1,0 +1,318 @@
+"""Makes kernels of the files in cpu/ and runs them: everything that is a C++ compiler or a thread team. Knows no op.
+
+A kernel is called by name with tensors and numbers, which its signature in the library is checked against. Called
+while a list is captured it is only noted down; replaying the list runs all of it in one go. The sizes of a step are not
+arguments: kernels read them from counters, so one list serves every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from vllm_lite.errors import StartupError
+from vllm_lite.kernels.cache_folder import private_cache_folder
+
+logger = logging.getLogger(__name__)
+
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi", "-Wno-ignored-attributes")
+LINK_FLAGS = ("-shared", "-pthread")
+SCRATCH_BYTES = 4 * 2**20
+"""Of each thread. Panels of 16 rows of the widest weight must fit."""
+PANEL_ROWS = 16
+"""Rows of a weight that are packed together: COLUMNS in vector.h."""
+COMPILER_TIMEOUT_S = 300
+
+COUNTERS = ("num_tokens", "num_seqs", "num_decodes", "num_rows")
+"""What kernels read of a step, in the order of StepCounters in task.h."""
+
+POINTERS = {"f": torch.float32, "h": torch.bfloat16, "w": torch.int32}
+"""Letters of a signature, as in task.h; beside them i for an integer and d for a float."""
+
+Argument = torch.Tensor | int | float | None
+"""What a kernel may be given: a tensor's address, a number, or a null pointer."""
+
+
+class Shape(Protocol):
+    """A step's sizes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences that bring one token; they come first."""
+
+    @property
+    def num_rows(self) -> int:
+        """Sampled rows."""
+
+
+class _Command(ctypes.Structure):
+    _fields_ = (("entry", ctypes.c_void_p), ("arguments", ctypes.c_void_p))
+
+
+@dataclass
+class CommandList:
+    """Kernel calls in their order, with what keeps their arguments alive."""
+
+    entries: list[tuple[int, ctypes.Array[ctypes.c_char]]] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def finished(self) -> CapturedStep:
+        """The list as the library takes it."""
+        commands = [_Command(entry, ctypes.addressof(arguments)) for entry, arguments in self.entries]
+        return CapturedStep(self, (_Command * len(commands))(*commands))
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A list that is ready to be replayed."""
+
+    _list: CommandList
+    _commands: ctypes.Array[_Command]
+
+
+class CpuKernels:
+    """The library's kernels and the threads that run them. One thread at a time may call it.
+
+    `cores` are the CPUs that the threads are pinned to, the first of them being the caller's (`pin_caller`).
+    """
+
+    def __init__(self, library: Path, num_threads: int, cores: Sequence[int] = ()) -> None:
+        self.num_threads = num_threads
+        self._cores = list(cores) if len(cores) >= num_threads else []
+        self._library = ctypes.CDLL(str(library))
+        self._kernels: dict[str, tuple[int, str]] = {}
+        self._counters = np.zeros(len(COUNTERS), np.int32)
+        self._recording: CommandList | None = None
+        self._library.team_new.restype = ctypes.c_void_p
+        self._library.team_new.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_void_p)
+        self._library.team_run.restype = None
+        self._library.team_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+        self._library.team_delete.restype = None
+        self._library.team_delete.argtypes = (ctypes.c_void_p,)
+        cpus = (ctypes.c_int32 * num_threads)(*self._cores[:num_threads]) if self._cores else None
+        self._team = self._library.team_new(num_threads, SCRATCH_BYTES, cpus)
+        if self._team is None:
+            raise StartupError(f"{num_threads} threads cannot be started: lower --num-threads.")
+
+    def close(self) -> None:
+        """Ends the threads. The kernels cannot be called any more."""
+        if self._team is not None:
+            self._library.team_delete(self._team)
+            self._team = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_team", None) is not None:
+            self.close()
+
+    def pin_caller(self) -> None:
+        """Keeps the calling thread, which runs the kernels from now on, away from the workers' cores."""
+        if self._cores:
+            self._library.pin_this_thread(self._cores[0])
+
+    def call(self, name: str, shape: Shape, *arguments: Argument) -> None:
+        """Runs a kernel for a step of this shape, or notes the call down while a list is captured.
+
+        Tensors must be on the CPU; sizes and strides are the caller's to check. Raises TypeError for arguments that
+        are not what the kernel takes.
+        """
+        entry, signature = self._kernel(name)
+        packed = _pack(name, signature, arguments)
+        commands = CommandList() if self._recording is None else self._recording
+        commands.entries.append((entry, packed))
+        commands.tensors.extend(argument for argument in arguments if isinstance(argument, torch.Tensor))
+        if self._recording is None:
+            self.replay(commands.finished(), shape)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[CommandList]:
+        """Inside, calls are noted down in the list and not run."""
+        if self._recording is not None:
+            raise RuntimeError("a list is being captured already")
+        self._recording = commands = CommandList()
+        try:
+            yield commands
+        finally:
+            self._recording = None
+
+    def replay(self, step: CapturedStep, shape: Shape) -> None:
+        """Runs a captured list for a step of any shape."""
+        self._counters[:] = [getattr(shape, counter) for counter in COUNTERS]
+        self._library.team_run(self._team, step._commands, len(step._commands), self._counters.ctypes.data)
+
+    def pack(self, weight: torch.Tensor) -> None:
+        """Packs a weight [rows, in_features] in its place; its rows are a multiple of PANEL_ROWS."""
+        rows, size = weight.shape
+        if rows % PANEL_ROWS or not weight.is_contiguous():
+            raise ValueError(f"a weight of shape {list(weight.shape)} cannot be packed in panels of {PANEL_ROWS} rows")
+        if size % elements_per_word(weight.dtype) or PANEL_ROWS * size * weight.dtype.itemsize > SCRATCH_BYTES:
+            raise StartupError(f"the CPU kernels do not take weights of {size} columns in {weight.dtype}.")
+        self.call(f"pack_{type_name(weight.dtype)}", _NO_STEP, weight, rows, size)
+
+    def _kernel(self, name: str) -> tuple[int, str]:
+        if name not in self._kernels:
+            signature = getattr(self._library, f"{name}_signature")
+            signature.restype = ctypes.c_char_p
+            entry = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
+            assert entry is not None
+            self._kernels[name] = entry, signature().decode()
+        return self._kernels[name]
+
+
+@dataclass(frozen=True)
+class _NoStep:
+    num_tokens: int = 0
+    num_seqs: int = 0
+    num_decodes: int = 0
+    num_rows: int = 0
+
+
+_NO_STEP = _NoStep()
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """What ends the name of a kernel for a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def elements_per_word(dtype: torch.dtype) -> int:
+    """How many elements along a product's inner dimension lie together: STEP in vector.h."""
+    return 4 // dtype.itemsize
+
+
+def _pack(name: str, signature: str, arguments: Sequence[Argument]) -> ctypes.Array[ctypes.c_char]:
+    if len(signature) != len(arguments):
+        raise TypeError(f"{name} takes {len(signature)} arguments, {len(arguments)} were given")
+    layout = ""
+    values: list[int | float] = []
+    for position, (letter, argument) in enumerate(zip(signature, arguments)):
+        if letter in POINTERS:
+            is_right = argument is None or (
+                isinstance(argument, torch.Tensor) and argument.dtype == POINTERS[letter] and argument.is_cpu
+            )
+            values.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else 0)
+        else:
+            is_right = isinstance(argument, int) if letter == "i" else isinstance(argument, float)
+            values.append(argument if isinstance(argument, int | float) else 0)
+        if not is_right:
+            given = argument.dtype if isinstance(argument, torch.Tensor) else type(argument).__name__
+            raise TypeError(f"argument {position} of {name} is {given}, not {POINTERS.get(letter, letter)}")
+        layout += "d" if letter == "d" else "q"
+    packed = struct.pack(f"={layout}", *values)
+    return (ctypes.c_char * len(packed)).from_buffer_copy(packed)
+
+
+def source_folder() -> Path:
+    """Where the kernels' sources are."""
+    return Path(__file__).resolve().parents[1] / "cpu"
+
+
+def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The instruction sets that Linux reports; empty on other systems."""
+    if not path.exists():
+        return frozenset()
+    flags = re.search(r"^flags\s*:(.*)$", path.read_text(), re.MULTILINE)
+    return frozenset(flags[1].split()) if flags else frozenset()
+
+
+def missing_instructions(flags: frozenset[str]) -> str | None:
+    """Why the kernels cannot run on a CPU, None where they can."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"they are written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
+    if "avx512f" in flags or {"avx2", "fma"} <= flags:
+        return None
+    return "they need a CPU with AVX2 and FMA"
+
+
+def load_cpu_kernels(num_threads: int, cores: Sequence[int]) -> CpuKernels | None:
+    """The kernels, compiled if they are not in the cache; None and one warning where that cannot be.
+
+    Raises StartupError where the threads cannot be started.
+    """
+    reason = missing_instructions(cpu_flags())
+    compiler = find_compiler()
+    if reason is None and compiler is None:
+        reason = "there is no C++ compiler (apt install g++, or another package that brings c++, g++ or clang++)"
+    if reason is None and compiler is not None:
+        try:
+            return CpuKernels(build_library(compiler, private_cache_folder("cpu")), num_threads, cores)
+        except (CompileError, OSError) as error:
+            reason = str(error)
+    logger.warning(
+        "the CPU kernels cannot be used, so torch computes everything, at a fraction of the speed: %s", reason
+    )
+    return None
+
+
+def find_compiler() -> str | None:
+    """The path of the system's C++ compiler."""
+    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
+def build_library(compiler: str, cache: Path, flags: Sequence[str] = FLAGS, folder: Path | None = None) -> Path:
+    """The compiled kernels, from the cache folder where they are there already.
+
+    A library is named by everything it depends on: sources, flags, compiler, and the CPU whose instructions it uses.
+    Several processes may build at once: each writes files of its own and moves the library to its name when it is
+    whole. Raises StartupError with the compiler's message.
+    """
+    folder = source_folder() if folder is None else folder
+    sources = sorted(folder.glob("*.cpp"))
+    version = _run([compiler, "--version"])
+    parts = [*flags, *LINK_FLAGS, version, platform.machine(), *sorted(cpu_flags())]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for path in sorted([*sources, *folder.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    library = cache / f"kernels-{digest.hexdigest()[:32]}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as building:
+        objects = [Path(building) / f"{source.stem}.o" for source in sources]
+        commands = [[compiler, *flags, "-c", str(path), "-o", str(out)] for path, out in zip(sources, objects)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        linked = Path(building) / library.name
+        _run([compiler, *flags, *LINK_FLAGS, *map(str, objects), "-o", str(linked)])
+        linked.replace(library)
+    return library
+
+
+def _run(command: list[str]) -> str:
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=COMPILER_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{command[0]} cannot be run: {error}") from error
+    if result.returncode != 0:
+        raise CompileError(f"{' '.join(command)} failed with exit code {result.returncode}:\n{result.stderr.strip()}")
+    return result.stdout
+
+
+class CompileError(Exception):
+    """The compiler cannot be run or refuses the sources; the text holds its message."""
