@@ -287,6 +287,12 @@ def hub_is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+def user_cache_dir() -> Path:
+    """Where programs keep what they can make again; a relative path where the user has no home."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return chosen if chosen.is_absolute() else Path(os.path.expanduser("~/.cache"))
+
+
 def hub_cache_dir() -> Path:
     """Where the hub's client keeps its files, by its own rules."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
