@@ -9,13 +9,15 @@ import torch
 
 from vllm_lite.engine.step import Int32Array, StepInput, StepOutput
 from vllm_lite.kernels.cuda import CudaKernels
-from vllm_lite.layers.context import ForwardContext, StepTensors
+from vllm_lite.layers.context import ForwardContext
 from vllm_lite.models.llama import LlamaForCausalLM
 from vllm_lite.ops.kv_cache import copy_blocks
 from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker import kv_cache
 from vllm_lite.worker.dtype import CPU_FLAG, is_native
 from vllm_lite.worker.sampler import is_plain_greedy, sample
+from vllm_lite.worker.step_buffers import StepBuffers
+from vllm_lite.worker.transfer import to_device
 
 
 class ModelRunner:
@@ -43,22 +45,16 @@ class ModelRunner:
         self.caches = kv_cache.allocate(
             model.config, dtype=dtype, block_size=block_size, num_blocks=num_blocks, device=device
         )
-        max_blocks = -(-max_model_len // block_size)
-
-        def int32(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        self.tensors = StepTensors(
-            token_ids=int32(max_num_batched_tokens),
-            positions=int32(max_num_batched_tokens),
-            slot_mapping=int32(max_num_batched_tokens),
-            query_starts=int32(max_num_seqs + 1),
-            context_lens=int32(max_num_seqs),
-            block_tables=int32(max_num_seqs, max_blocks),
-            token_indices=int32(max_num_seqs),
+        self.buffers = StepBuffers(
+            device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
         )
+        self.tensors = self.buffers.tensors
         self.logits = torch.empty(max_num_seqs, model.config.vocab_size, dtype=torch.float32, device=device)
-        self.greedy_ids = int32(max_num_seqs)
+        self.greedy_ids = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
 
     def run(self, step: StepInput) -> StepOutput:
         """Computes the step and picks a token for each sampled row."""
@@ -67,7 +63,7 @@ class ModelRunner:
         context = ForwardContext(self.workspace, shape, self.tensors)
         with torch.inference_mode():
             self.workspace.begin_step()
-            self._fill(step)
+            self.buffers.fill(step)
             self._copy_blocks(step)
             self.model.forward(context, self.activations, self.caches)
             if shape.num_rows == 0:
@@ -78,20 +74,6 @@ class ModelRunner:
             self.model.logits(context, self.activations, self.logits)
             return StepOutput(sample(self.logits[: shape.num_rows], sampling))
 
-    def _fill(self, step: StepInput) -> None:
-        tensors = self.tensors
-        for tensor, array in (
-            (tensors.token_ids, step.token_ids),
-            (tensors.positions, step.positions),
-            (tensors.slot_mapping, step.slot_mapping),
-            (tensors.query_starts, step.query_starts),
-            (tensors.context_lens, step.context_lens),
-            (tensors.token_indices, step.sampling.token_indices),
-        ):
-            tensor[: len(array)] = torch.tensor(array)
-        num_seqs, num_blocks = step.block_tables.shape
-        tensors.block_tables[:num_seqs, :num_blocks] = torch.tensor(step.block_tables)
-
     def _copy_blocks(self, step: StepInput) -> None:
         if len(step.copy_sources):
             all_caches = [tensor for cache in self.caches for tensor in (cache.key, cache.value)]
@@ -100,7 +82,7 @@ class ModelRunner:
             )
 
     def _indices(self, array: Int32Array) -> torch.Tensor:
-        return torch.tensor(array, dtype=torch.int64, device=self.model.options.device)
+        return to_device(array.astype(np.int64), self.model.options.device)
 
 
 def native_dtypes(device: torch.device) -> frozenset[torch.dtype]:
