@@ -22,6 +22,7 @@ from vllm_lite.errors import StartupError
 from vllm_lite.models.registry import build_model
 from vllm_lite.tokenizer import load_tokenizer
 from vllm_lite.worker.checkpoint import Checkpoint, open_checkpoint, tokenizer_path
+from vllm_lite.worker.cuda_graphs import Capture, CudaGraphs
 from vllm_lite.worker.dtype import resolve_dtype
 from vllm_lite.worker.executor import LocalExecutor
 from vllm_lite.worker.gguf_header import open_gguf
@@ -88,6 +89,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
         num_blocks = plan.choose_num_blocks(_cache_size(config, gpu, try_largest_step))
         runner = new_runner(num_blocks=num_blocks)
+        if gpu is not None:
+            _warm_up(runner, plan, None if config.enforce_eager else gpu.capture)
     logger.info(
         "%s in %s on %s: context %d tokens, KV cache %d blocks of %d tokens",
         plan.model.architecture,
@@ -177,6 +180,14 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"set it to {longest} or less, or leave it out."
         )
     return config.max_model_len
+
+
+def _warm_up(runner: ModelRunner, plan: _Plan, capture: Capture | None) -> None:
+    """So that the first request waits for nothing, and no memory that a graph uses is given up for a larger piece."""
+    runner.run(largest_step(**plan.step_sizes))
+    if capture is not None:
+        with torch.inference_mode():
+            runner.compute = CudaGraphs(runner.compute, capture, **plan.step_sizes)
 
 
 def _cache_size(

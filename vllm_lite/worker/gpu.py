@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from vllm_lite.errors import StartupError
 from vllm_lite.kernels.cuda import Compiler, CudaKernels, cupy_compiler
 from vllm_lite.ops.cuda_kernels import kernels_for
+from vllm_lite.worker.cuda_graphs import Replay
 from vllm_lite.worker.kv_cache import GpuMemory
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class Gpu:
         self.device = device
         """With an index."""
         self.compiler = compiler
+        self._graph_pool: Any = None
 
     @property
     def name(self) -> str:
@@ -38,6 +40,25 @@ class Gpu:
         """All kernels that a model may launch. Raises StartupError where there is none, or one does not compile."""
         self.make_current()
         return CudaKernels(kernels_for(dtype, head_dim), self.device, self.compiler)
+
+    def capture(self, function: Callable[[], None]) -> Replay:
+        """As `Capture`, on the current device; all graphs share their memory, so only one runs at a time.
+
+        Raises StartupError where something cannot be captured.
+        """
+        try:
+            function()
+            torch.cuda.synchronize(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._graph_pool):
+                function()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise StartupError(
+                f"a decode cannot be captured in a CUDA graph ({reason}): use --enforce-eager"
+            ) from error
+        self._graph_pool = graph.pool()
+        return graph.replay
 
     def memory_during(self, work: Callable[[], object]) -> GpuMemory:
         """Does the work; tells what this process took at most meanwhile, and what the GPU has afterwards."""

@@ -7,13 +7,14 @@ import dataclasses
 import numpy as np
 import torch
 
-from vllm_lite.engine.step import Int32Array, StepInput, StepOutput
+from vllm_lite.engine.step import Int32Array, StepInput, StepOutput, StepShape
 from vllm_lite.kernels.cuda import CudaKernels
 from vllm_lite.layers.context import ForwardContext
 from vllm_lite.models.llama import LlamaForCausalLM
 from vllm_lite.ops.kv_cache import copy_blocks
 from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker import kv_cache
+from vllm_lite.worker.compute import Compute, Head
 from vllm_lite.worker.dtype import CPU_FLAG, is_native
 from vllm_lite.worker.sampler import is_plain_greedy, sample
 from vllm_lite.worker.step_buffers import StepBuffers
@@ -23,8 +24,9 @@ from vllm_lite.worker.transfer import to_device
 class ModelRunner:
     """Owns the cache, the activations and the step's tensors, all of maximal size.
 
-    The tensors a step is read from keep their addresses for life. The model's parameters must have been filled.
-    With `cuda`, the ops launch its kernels where they can; they must hold what `kernels_for` lists for the model.
+    The tensors a step is read from, and those that its results are left in, keep their addresses for life. The model's
+    parameters must have been filled. With `cuda`, the ops launch its kernels where they can; they must hold what
+    `kernels_for` lists for the model.
     """
 
     def __init__(
@@ -55,24 +57,35 @@ class ModelRunner:
         self.tensors = self.buffers.tensors
         self.logits = torch.empty(max_num_seqs, model.config.vocab_size, dtype=torch.float32, device=device)
         self.greedy_ids = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
+        self.compute: Compute = self.compute_by_python
+        """Leaves `greedy_ids` or `logits` of a step whose numbers are in `tensors`."""
 
     def run(self, step: StepInput) -> StepOutput:
         """Computes the step and picks a token for each sampled row."""
         sampling = step.sampling
         shape = dataclasses.replace(step.shape, num_rows=sampling.num_rows)
-        context = ForwardContext(self.workspace, shape, self.tensors)
+        head = Head.NONE
+        if shape.num_rows:
+            head = Head.GREEDY_IDS if is_plain_greedy(sampling) else Head.LOGITS
         with torch.inference_mode():
-            self.workspace.begin_step()
             self.buffers.fill(step)
             self._copy_blocks(step)
-            self.model.forward(context, self.activations, self.caches)
-            if shape.num_rows == 0:
+            self.compute(shape, head)
+            if head is Head.NONE:
                 return StepOutput(np.empty(0, np.int32))
-            if is_plain_greedy(sampling):
-                self.model.greedy(context, self.activations, self.greedy_ids)
+            if head is Head.GREEDY_IDS:
                 return StepOutput(self.greedy_ids[: shape.num_rows].to("cpu", copy=True).numpy())
-            self.model.logits(context, self.activations, self.logits)
             return StepOutput(sample(self.logits[: shape.num_rows], sampling))
+
+    def compute_by_python(self, shape: StepShape, head: Head) -> None:
+        """What `compute` does unless something else has been put there."""
+        self.workspace.begin_step()
+        context = ForwardContext(self.workspace, shape, self.tensors)
+        self.model.forward(context, self.activations, self.caches)
+        if head is Head.GREEDY_IDS:
+            self.model.greedy(context, self.activations, self.greedy_ids)
+        elif head is Head.LOGITS:
+            self.model.logits(context, self.activations, self.logits)
 
     def _copy_blocks(self, step: StepInput) -> None:
         if len(step.copy_sources):
