@@ -88,7 +88,6 @@ def test_every_field_is_a_flag() -> None:
         (["-pp", "2"], r"--pipeline-parallel-size 2 is not supported yet"),
         (["-q", "awq"], r"--quantization awq is not supported yet"),
         (["--worker-use-ray"], r"--worker-use-ray"),
-        (["--device", "cuda"], r"--device cuda is not supported yet"),
         (["--dtype", "int8"], r"--dtype.*int8.*float16"),
         (["--ssl-keyfile", "k"], r"--ssl-keyfile and --ssl-certfile"),
         (["--max-model-len", "0"], r"--max-model-len must be from 1 to 2147483647, got 0"),

@@ -24,5 +24,6 @@ def test_wheel_carries_every_module_and_the_kernels_sources(tmp_path: Path) -> N
     carried = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_lite").rglob("*.py")}
     sources = {f"vllm_lite/cuda/{path.name}" for path in (ROOT / "cuda").iterdir()}
+    sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_lite" / "cpu").iterdir()}
     assert carried == modules | sources | {"vllm_lite/py.typed"}
-    assert {Path(name).suffix for name in sources} == {".cu", ".cuh"}
+    assert {Path(name).suffix for name in sources} == {".cu", ".cuh", ".cpp", ".h"}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,22 +19,25 @@ from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.errors import StartupError
-from vllm_lite.kernels.cpu import PANEL_ROWS, CpuKernels, load_cpu_kernels
-from vllm_lite.kernels.topology import available_cpus, physical_cores
 from vllm_lite.models.registry import build_model
 from vllm_lite.tokenizer import load_tokenizer
 from vllm_lite.worker.checkpoint import Checkpoint, open_checkpoint, tokenizer_path
+from vllm_lite.worker.cpu import find_cpu_kernels
+from vllm_lite.worker.cuda_graphs import Capture, CudaGraphs
 from vllm_lite.worker.dtype import resolve_dtype
 from vllm_lite.worker.executor import LocalExecutor
 from vllm_lite.worker.gguf_header import open_gguf
+from vllm_lite.worker.gpu import Gpu, find_gpu
 from vllm_lite.worker.hf_config import derived_max_model_len
-from vllm_lite.worker.kv_cache import available_memory, choose_num_blocks
+from vllm_lite.worker.kv_cache import CacheBudget, available_memory, budget_on_cpu, budget_on_gpu, choose_num_blocks
+from vllm_lite.worker.largest_step import largest_step
 from vllm_lite.worker.model_runner import ModelRunner
 from vllm_lite.worker.weights import num_available_cores
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BUDGET_ON_CPU = 512
+TOKEN_BUDGET_ON_GPU = 2048
 
 
 @dataclass(frozen=True)
@@ -65,74 +69,114 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
 
 def build_parts(config: EngineConfig) -> EngineParts:
     """Like `build_engine`, without an event loop."""
-    device = torch.device("cpu")
-    kernels = _cpu_kernels(config)
-    torch.set_num_threads(config.num_threads or num_available_cores())
+    gpu = find_gpu(config.device)
     checkpoint = open_checkpoint(config)
-    dtype = resolve_dtype(config, checkpoint.config, checkpoint.gguf_metadata is not None, device)
-    max_model_len = choose_max_model_len(config, checkpoint.config)
+    cpu = find_cpu_kernels(config.num_threads) if gpu is None else None
+    # Beside the kernels' threads, others of torch's would only be in their way.
+    torch.set_num_threads(1 if cpu is not None else config.num_threads or num_available_cores())
+    plan = _make_plan(config, checkpoint, gpu, has_cpu_kernels=cpu is not None)
     # What cannot work ends the start before the weights are read, and before there is a table for a huge context.
-    _choose_num_blocks(config, checkpoint.config, dtype, max_model_len)
-    with _named_memory_errors(checkpoint.config, max_model_len):
-        panel_rows = 1 if kernels is None else PANEL_ROWS
-        model = build_model(checkpoint.config, dtype, max_model_len, device, panel_rows)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        tokenizer = pool.submit(_load_tokenizer, config, checkpoint)
-        checkpoint.load_into(model.weight_targets(), model.is_ignored)
-        if kernels is not None:
-            for matrix in model.options.matrices:
-                kernels.pack(matrix)
-    num_blocks = _choose_num_blocks(config, checkpoint.config, dtype, max_model_len)
-    settings = EngineSettings(
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGET_ON_CPU,
-        max_logprobs=config.max_logprobs,
-        enable_prefix_caching=config.enable_prefix_caching,
-        vocab_size=checkpoint.config.vocab_size,
-        eos_token_ids=_end_ids(checkpoint.config, tokenizer.result()),
-        seed=config.seed,
-    )
-    with _named_memory_errors(checkpoint.config, max_model_len):
-        runner = ModelRunner(
+    plan.choose_num_blocks(_cache_size(config, gpu))
+    cuda = None if gpu is None else gpu.compile_for(plan.dtype, plan.model.head_dim)
+    with _named_memory_errors(plan.model, plan.max_model_len):
+        model = build_model(
+            plan.model, plan.dtype, plan.max_model_len, plan.device, panel_rows=1 if cpu is None else cpu.panel_rows
+        )
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            tokenizer = pool.submit(_load_tokenizer, config, checkpoint)
+            checkpoint.load_into(model.weight_targets(), model.is_ignored)
+            if cpu is not None:
+                cpu.pack_all(model.options.matrices)
+        new_runner = partial(
+            ModelRunner,
             model,
-            max_model_len=max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            block_size=settings.block_size,
-            num_blocks=num_blocks,
-            cpu=kernels,
+            **plan.step_sizes,
+            block_size=plan.block_size,
+            cuda=cuda,
+            cpu=cpu,
             enforce_eager=config.enforce_eager,
         )
+
+        def try_largest_step() -> None:
+            trial = new_runner(num_blocks=1)
+            trial.activations.attended.zero_()  # nothing attends to anything; a NaN there would spare the sampler work
+            trial.run(largest_step(**plan.step_sizes))
+
+        num_blocks = plan.choose_num_blocks(_cache_size(config, gpu, try_largest_step))
+        runner = new_runner(num_blocks=num_blocks)
+        if gpu is not None:
+            _warm_up(runner, plan, None if config.enforce_eager else gpu.capture)
     logger.info(
-        "%s in %s on %d threads: context %d tokens, KV cache %d blocks of %d tokens",
-        checkpoint.config.architecture,
-        str(dtype).removeprefix("torch."),
-        torch.get_num_threads() if kernels is None else kernels.num_threads,
-        max_model_len,
+        "%s in %s on %s: context %d tokens, KV cache %d blocks of %d tokens",
+        plan.model.architecture,
+        str(plan.dtype).removeprefix("torch."),
+        f"{torch.get_num_threads() if cpu is None else cpu.num_threads} threads" if gpu is None else gpu.name,
+        plan.max_model_len,
         num_blocks,
-        settings.block_size,
+        plan.block_size,
+    )
+    settings = EngineSettings(
+        **plan.step_sizes,
+        block_size=plan.block_size,
+        num_blocks=num_blocks,
+        max_logprobs=config.max_logprobs,
+        enable_prefix_caching=config.enable_prefix_caching,
+        vocab_size=plan.model.vocab_size,
+        eos_token_ids=_end_ids(plan.model, tokenizer.result()),
+        seed=config.seed,
     )
     return EngineParts(
         engine=LLMEngine(settings, tokenizer.result()),
-        executor=LocalExecutor(runner),
+        executor=LocalExecutor(runner, None if gpu is None else gpu.make_current),
         settings=settings,
         tokenizer=tokenizer.result(),
-        model=checkpoint.config,
+        model=plan.model,
         checkpoint_path=checkpoint.path,
     )
 
 
-def _cpu_kernels(config: EngineConfig) -> CpuKernels | None:
-    cores = physical_cores()
-    if config.num_threads is not None and config.num_threads > len(available_cpus()):
-        raise StartupError(
-            f"--num-threads {config.num_threads} is more than the {len(available_cpus())} cores that this process may "
-            "use: set it to that or less, or leave it out."
+@dataclass(frozen=True)
+class _Plan:
+    """What is decided before anything is made."""
+
+    model: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def step_sizes(self) -> dict[str, int]:
+        """What bounds a step, as keywords."""
+        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        return {name: getattr(self, name) for name in names}
+
+    def choose_num_blocks(self, size: CacheBudget | int) -> int:
+        """Raises StartupError as the function does."""
+        return choose_num_blocks(
+            self.model,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            size=size,
         )
-    return load_cpu_kernels(config.num_threads or len(cores), cores)
+
+
+def _make_plan(config: EngineConfig, checkpoint: Checkpoint, gpu: Gpu | None, *, has_cpu_kernels: bool) -> _Plan:
+    device = torch.device("cpu") if gpu is None else gpu.device
+    return _Plan(
+        model=checkpoint.config,
+        dtype=resolve_dtype(config, checkpoint.config, checkpoint.gguf_metadata is not None, device, has_cpu_kernels),
+        device=device,
+        block_size=config.block_size,
+        max_model_len=choose_max_model_len(config, checkpoint.config),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens
+        or (TOKEN_BUDGET_ON_CPU if gpu is None else TOKEN_BUDGET_ON_GPU),
+    )
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -153,17 +197,23 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _choose_num_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int) -> int:
-    """For the memory of this moment."""
-    return choose_num_blocks(
-        model,
-        dtype=dtype,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        num_kv_blocks=config.num_kv_blocks,
-        available_bytes=available_memory() if config.num_kv_blocks is None else 0,
-    )
+def _warm_up(runner: ModelRunner, plan: _Plan, capture: Capture | None) -> None:
+    """So that the first request waits for nothing, and no memory that a graph uses is given up for a larger piece."""
+    runner.run(largest_step(**plan.step_sizes))
+    if capture is not None:
+        with torch.inference_mode():
+            runner.compute = CudaGraphs(runner.compute, capture, **plan.step_sizes)
+
+
+def _cache_size(
+    config: EngineConfig, gpu: Gpu | None, try_largest_step: Callable[[], None] = lambda: None
+) -> CacheBudget | int:
+    """`--num-kv-blocks`, or what the memory of this moment leaves, on a GPU once the largest step has been tried."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if gpu is None:
+        return budget_on_cpu(available_memory())
+    return budget_on_gpu(gpu.memory_during(try_largest_step), config.gpu_memory_utilization)
 
 
 @contextlib.contextmanager
@@ -171,6 +221,8 @@ def _named_memory_errors(model: ModelConfig, max_model_len: int) -> Iterator[Non
     """torch says of memory that is not there, and of sizes that no memory has, that they are a RuntimeError."""
     try:
         yield
+    except StartupError:
+        raise
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not re.search("memory|overflow", str(error)):
             raise

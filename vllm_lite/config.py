@@ -2,7 +2,7 @@
 
 The fields of `EngineConfig` and `ServerConfig` make the command line, the keywords of `LLM(...)` and the README's
 table. What is learnt later (the number of KV blocks, the tokenizer's size) is a return value somewhere else. This is
-the only file that reads the environment.
+the only file that reads or changes the environment.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class EngineConfig:
     max_log_len: int | None = _option(
         None, "log this many characters of each prompt (default: prompts are not logged)", at_least=0
     )
-    device: Literal["auto", "cpu", "cuda"] = _option("auto", "where the model runs; cuda is not supported yet")
+    device: Literal["auto", "cpu", "cuda"] = _option(
+        "auto", "where the model runs; auto takes an NVIDIA GPU that has what the kernels need, else the CPU"
+    )
     num_threads: int | None = _option(
         None, "threads of the CPU kernels (default: one for each core)", at_least=1, at_most=4096
     )
@@ -104,7 +106,6 @@ class EngineConfig:
             "tensor_parallel_size": self.tensor_parallel_size > 1,
             "pipeline_parallel_size": self.pipeline_parallel_size > 1,
             "quantization": self.quantization is not None,
-            "device": self.device == "cuda",
         }
         for name, is_refused in refused.items():
             if is_refused:
@@ -291,6 +292,11 @@ def user_cache_dir() -> Path:
     """Where programs keep what they can make again; a relative path where the user has no home."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return chosen if chosen.is_absolute() else Path(os.path.expanduser("~/.cache"))
+
+
+def set_cupy_cache_dir(folder: Path) -> None:
+    """For a CuPy that has not been imported yet, unless the user has chosen another folder."""
+    os.environ.setdefault("CUPY_CACHE_DIR", str(folder))
 
 
 def hub_cache_dir() -> Path:

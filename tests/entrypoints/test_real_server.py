@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.entrypoints.test_native_protocol import NASTY_PROMPTS, assert_refused
 from tests.helpers.checkpoints import cached_checkpoint, copy_checkpoint, edit_json
@@ -120,6 +121,13 @@ def test_signal_in_mid_stream_leaves_nothing(server: Server) -> None:
         assert "Traceback" not in server.log
         with pytest.raises(ProcessLookupError):
             os.killpg(server.process.pid, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_demanded_gpu_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = str(cached_checkpoint())
+    assert_does_not_start("--model", model, "--device", "cuda", words=["--device cuda: ", "use --device cpu"])
 
 
 def assert_does_not_start(*flags: str, words: list[str]) -> None:

@@ -54,8 +54,7 @@ def make_runner(
         assert target.shape == state[name].shape, name
         target.copy_(state[name])
     if cpu is not None:
-        for matrix in model.options.matrices:
-            cpu.pack(matrix)
+        cpu.pack_all(model.options.matrices)
     return ModelRunner(
         model,
         max_model_len=max_model_len,
@@ -143,3 +142,32 @@ def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
     sampling = sampling_input([Row()], [len(prompt) - 1])
     runner.run(StepInput(**{**step.__dict__, "sampling": sampling}))
     return runner.logits[0].clone()
+
+
+def logits_after_prompts(runner: ModelRunner, prompts: Sequence[Sequence[int]], budget: int) -> list[torch.Tensor]:
+    """What follows each prompt, [vocab_size] float32 each, computed in chunks of steps of at most `budget` tokens."""
+    block_size = block_size_of(runner)
+    free = list(range(runner.caches[0].key.shape[0]))
+    sequences = [
+        DrivenSequence(list(prompt), [free.pop() for _ in range(-(-len(prompt) // block_size))]) for prompt in prompts
+    ]
+    logits: dict[int, torch.Tensor] = {}
+    while len(logits) < len(sequences):
+        work, left = [], budget
+        for sequence in sequences:
+            count = min(left, len(sequence.token_ids) - sequence.num_computed)
+            if count:
+                work.append((sequence, count))
+                left -= count
+        work.sort(key=lambda item: item[1] > 1)
+        step = make_step(block_size, work)
+        token_indices = step.sampling.token_indices.tolist()
+        sampling = sampling_input([Row()] * len(token_indices), token_indices)
+        runner.run(StepInput(**{**step.__dict__, "sampling": sampling}))
+        row = 0
+        for sequence, count in work:
+            sequence.num_computed += count
+            if sequence.num_computed == len(sequence.token_ids):
+                logits[id(sequence)] = runner.logits[row].clone()
+                row += 1
+    return [logits[id(sequence)] for sequence in sequences]

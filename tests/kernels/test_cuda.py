@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from vllm_lite.errors import StartupError
 from vllm_lite.kernels import cuda
+from vllm_lite.kernels.cache_folder import private_cache_folder
 from vllm_lite.kernels.cuda import (
     Compiler,
     CudaKernels,
@@ -33,6 +35,17 @@ from vllm_lite.kernels.cuda import (
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 PLATFORM = Platform("13.0", 13020, 13000, 13000, 1, "NVIDIA H200", (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder of the test's own, and no other for CuPy."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUPY_CACHE_DIR", "is put back after the test")
+    monkeypatch.delenv("CUPY_CACHE_DIR")
+    private_cache_folder.cache_clear()
+    yield tmp_path / "home"
+    private_cache_folder.cache_clear()
 
 
 class FakeError(Exception):
@@ -253,6 +266,18 @@ def test_cupy_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(StartupError, match=r"CuPy.*cannot be imported.*pip install cupy-cuda13x"):
         cupy_compiler(torch.device("cuda", 0))
+
+
+def test_cupy_keeps_its_kernels_where_only_we_can_write(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(StartupError, match="CuPy"):
+        cupy_compiler(torch.device("cuda", 0))
+    assert os.environ["CUPY_CACHE_DIR"] == str(home / "vllm_lite" / "cuda")
+    assert (home / "vllm_lite" / "cuda").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/chosen by the user")
+    with pytest.raises(StartupError, match="CuPy"):
+        cupy_compiler(torch.device("cuda", 0))
+    assert os.environ["CUPY_CACHE_DIR"] == "/chosen by the user"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy is installed on Linux only")

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.helpers.checkpoints import cached_checkpoint, reference_greedy, reference_model
-from tests.helpers.runner import greedy_ids, last_logits, make_runner
+from tests.helpers.cpu_kernels import cpu_kernels
+from tests.helpers.runner import greedy_ids, last_logits, logits_after_prompts, make_runner
 from vllm_lite.config import RopeConfig
 from vllm_lite.errors import StartupError
+from vllm_lite.kernels.cpu import CpuKernels
 from vllm_lite.models.registry import build_model, model_class
 from vllm_lite.worker.hf_config import read_model_config
 
@@ -57,16 +59,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(params=["torch", "kernels"])
+def cpu(request: pytest.FixtureRequest) -> CpuKernels | None:
+    """What computes on the CPU."""
+    return cpu_kernels() if request.param == "kernels" else None
+
+
 def checkpoint(name: str) -> Path:
     family, overrides = MODELS[name]
     return cached_checkpoint(family, **copy.deepcopy(overrides))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_hugging_face(name: str) -> None:
+def test_equals_hugging_face(name: str, cpu: CpuKernels | None) -> None:
     folder = checkpoint(name)
     reference = reference_model(folder)
-    runner = make_runner(read_model_config(folder, trust_remote_code=False), reference.state_dict())
+    runner = make_runner(read_model_config(folder, trust_remote_code=False), reference.state_dict(), cpu=cpu)
     expected = reference_greedy(folder, PROMPT, NUM_TOKENS)
     assert len(set(expected)) >= 3
     assert greedy_ids(runner, [PROMPT], NUM_TOKENS) == [expected]
@@ -77,23 +85,26 @@ def test_equals_hugging_face(name: str) -> None:
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2, windows from layer 1", "qwen3"])
-def test_chunks_and_mixed_batches_change_nothing(name: str, block_size: int) -> None:
+def test_chunks_and_mixed_batches_change_nothing(name: str, block_size: int, cpu: CpuKernels | None) -> None:
     folder = checkpoint(name)
     state = reference_model(folder).state_dict()
-    runner = make_runner(read_model_config(folder, trust_remote_code=False), state, block_size=block_size)
+    runner = make_runner(read_model_config(folder, trust_remote_code=False), state, block_size=block_size, cpu=cpu)
     prompts = [PROMPT, *SHORT_PROMPTS]
     expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
     assert greedy_ids(runner, prompts, NUM_TOKENS, budget=7) == expected
     assert greedy_ids(runner, prompts, NUM_TOKENS) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "has_kernels"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+)
 @pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2", "qwen3", "llama, tied"])
-def test_16_bits_stay_close_to_hugging_face(name: str, dtype: torch.dtype) -> None:
+def test_16_bits_stay_close_to_hugging_face(name: str, dtype: torch.dtype, has_kernels: bool) -> None:
     """Where a token differs, Hugging Face in that dtype must have had the two almost level; 3 tokens are required."""
     folder = checkpoint(name)
     reference = reference_model(folder, dtype)
-    runner = make_runner(read_model_config(folder, trust_remote_code=False), reference.state_dict(), dtype)
+    cpu = cpu_kernels() if has_kernels else None
+    runner = make_runner(read_model_config(folder, trust_remote_code=False), reference.state_dict(), dtype, cpu=cpu)
     ids = greedy_ids(runner, [PROMPT], NUM_TOKENS)[0]
     assert len(set(ids)) >= 3
     with torch.no_grad():
@@ -101,6 +112,24 @@ def test_16_bits_stay_close_to_hugging_face(name: str, dtype: torch.dtype) -> No
     spread = logits.std().item()
     gaps = logits.max(dim=1).values - logits.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
     assert gaps.max().item() < (0.1 if dtype == torch.bfloat16 else 0.02) * spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_depend_on_neither_chunks_nor_neighbours_nor_threads_nor_capture(dtype: torch.dtype) -> None:
+    folder = checkpoint("qwen3")
+    config, state = read_model_config(folder, trust_remote_code=False), reference_model(folder).state_dict()
+
+    def logits(prompts: list[list[int]], budget: int, num_threads: int, enforce_eager: bool) -> torch.Tensor:
+        cpu = cpu_kernels(num_threads=num_threads)
+        runner = make_runner(config, state, dtype, cpu=cpu, enforce_eager=enforce_eager, block_size=8)
+        return logits_after_prompts(runner, prompts, budget)[-1]
+
+    expected = logits([PROMPT], 64, 1, enforce_eager=True)
+    assert torch.equal(logits([PROMPT], 64, 2, enforce_eager=False), expected)
+    assert torch.equal(logits([PROMPT], 1, 3, enforce_eager=False), expected)
+    assert torch.equal(logits([*SHORT_PROMPTS, PROMPT], 7, 2, enforce_eager=True), expected)
+    assert torch.equal(logits([*SHORT_PROMPTS, *SHORT_PROMPTS, PROMPT], 64, 2, enforce_eager=False), expected)
+    assert torch.equal(logits([*[[5]] * 10, PROMPT], 13, 2, enforce_eager=False), expected)
 
 
 def test_a_prompt_longer_than_dynamic_rope_s_original_length_uses_one_table() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.worker.test_hf_config import read, write_config
 from vllm_lite.config import EngineConfig, ModelConfig
+from vllm_lite.kernels.cpu import cpu_flags
 from vllm_lite.worker import dtype as dtype_module
-from vllm_lite.worker.dtype import cpu_flags, resolve_dtype
+from vllm_lite.worker.dtype import resolve_dtype
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -48,6 +50,30 @@ def test_auto_on_a_cpu(
     monkeypatch.setattr(dtype_module, "cpu_flags", lambda: flags)
 
     assert resolve_dtype(EngineConfig(), dataclasses.replace(model, dtype=stored), is_gguf, CPU) == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "flag", "flags", "expected"),
+    [
+        ("bfloat16", "auto", OLD_CPU, torch.bfloat16),
+        ("float16", "auto", OLD_CPU, torch.float32),
+        ("float32", "auto", OLD_CPU, torch.float32),
+        ("float16", "auto", NEW_CPU, torch.bfloat16),
+        ("float32", "auto", NEW_CPU, torch.bfloat16),
+        ("float32", "half", OLD_CPU, torch.float32),
+        ("bfloat16", "float16", NEW_CPU, torch.bfloat16),
+        ("bfloat16", "float32", NEW_CPU, torch.float32),
+        ("float32", "bfloat16", OLD_CPU, torch.bfloat16),
+    ],
+)
+def test_cpu_kernels_know_two_dtypes(
+    stored: str, flag: Any, flags: frozenset[str], expected: torch.dtype,
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(dtype_module, "cpu_flags", lambda: flags)
+
+    stored_model = dataclasses.replace(model, dtype=stored)
+    assert resolve_dtype(EngineConfig(dtype=flag), stored_model, False, CPU, has_cpu_kernels=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,8 +124,7 @@ def test_a_fallback_says_so_in_one_line(
         resolve_dtype(EngineConfig(), dataclasses.replace(model, dtype="bfloat16"), False, CPU)
 
     assert [record.getMessage() for record in caplog.records] == [
-        "the checkpoint is in bfloat16, which this cpu has no instructions for: running in float32 "
-        "(--dtype decides otherwise)"
+        "bfloat16 is not what this cpu computes in at full speed: running in float32 (--dtype decides otherwise)"
     ]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,19 @@ import torch
 
 from vllm_lite.config import ModelConfig, RopeConfig
 from vllm_lite.errors import StartupError
-from vllm_lite.worker.kv_cache import allocate, available_memory, bytes_per_block, choose_num_blocks
+from vllm_lite.worker.kv_cache import (
+    CacheBudget,
+    GpuMemory,
+    allocate,
+    available_memory,
+    budget_on_cpu,
+    budget_on_gpu,
+    bytes_per_block,
+    choose_num_blocks,
+)
 
 GIB = 2**30
+PLENTY = budget_on_cpu(GIB)
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -32,16 +43,9 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**fields, **changes})
 
 
-def choose(**changes: Any) -> int:
-    settings: dict[str, Any] = {
-        "dtype": torch.float32,
-        "block_size": 16,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-        "num_kv_blocks": None,
-        "available_bytes": GIB,
-    }
-    return choose_num_blocks(config(), **{**settings, **changes})
+def choose(size: CacheBudget | int = PLENTY, **changes: Any) -> int:
+    settings: dict[str, Any] = {"dtype": torch.float32, "block_size": 16, "max_model_len": 128, "max_num_seqs": 4}
+    return choose_num_blocks(config(), **{**settings, **changes}, size=size)
 
 
 def test_bytes_of_a_block_are_those_that_are_allocated() -> None:
@@ -59,20 +63,64 @@ def test_never_more_than_full_contexts_of_all_sequences() -> None:
 
 def test_takes_its_share_of_the_memory() -> None:
     per_block = bytes_per_block(config(), torch.float32, 16)
-    assert choose(max_num_seqs=10**6, available_bytes=100 * per_block) == 40
+    assert choose(budget_on_cpu(100 * per_block), max_num_seqs=10**6) == 40
 
 
 def test_a_given_number_is_taken() -> None:
-    assert choose(num_kv_blocks=77, available_bytes=0) == 77
+    assert choose(77) == 77
 
 
 def test_case_m2a_context_larger_than_the_cache() -> None:
     with pytest.raises(
         StartupError, match=r"4096 tokens.* 8 blocks of 16, 128 tokens.*--max-model-len.*--num-kv-blocks"
     ):
-        choose(max_model_len=4096, num_kv_blocks=8)
-    with pytest.raises(StartupError, match=r"0\.0 GiB are available.*--num-kv-blocks to 8 or more"):
-        choose(available_bytes=1000)
+        choose(8, max_model_len=4096)
+    per_block = bytes_per_block(config(), torch.float32, 16)
+    with pytest.raises(StartupError, match=r"2 blocks of 16.*0\.0 GiB are available.*--num-kv-blocks to 8 or more"):
+        choose(budget_on_cpu(5 * per_block))
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 0, -5 * GIB])
+def test_no_memory_for_one_block(num_bytes: int) -> None:
+    with pytest.raises(StartupError, match=r"single KV block of 6144 bytes.*128 tokens needs 8: do this, or set --num"):
+        choose(CacheBudget(num_bytes, "do this"))
+
+
+IDLE = GpuMemory(total=80 * GIB, free=64 * GIB, reserved=15 * GIB, peak=18 * GIB)
+"""A GiB is CUDA's own in this process, 15 the weights', 3 more the largest step's."""
+
+
+def test_a_gpus_cache_takes_what_nothing_else_does() -> None:
+    assert budget_on_gpu(IDLE, 1.0).num_bytes == (80 - 18 - 1) * GIB
+    assert budget_on_gpu(IDLE, 0.5).num_bytes == (40 - 18 - 1) * GIB
+
+
+def test_memory_of_other_processes_is_not_ours() -> None:
+    shared = dataclasses.replace(IDLE, free=54 * GIB)
+    assert budget_on_gpu(shared, 1.0).num_bytes == budget_on_gpu(IDLE, 1.0).num_bytes - 10 * GIB
+
+
+def test_memory_that_torch_keeps_after_the_step_is_counted_once() -> None:
+    kept = dataclasses.replace(IDLE, free=61 * GIB, reserved=18 * GIB)
+    assert budget_on_gpu(kept, 0.9) == budget_on_gpu(IDLE, 0.9)
+
+
+@pytest.mark.parametrize("utilization", [0.2, 0.24])
+def test_a_gpu_without_room_for_a_block_says_where_its_memory_is(utilization: float) -> None:
+    message = (
+        r"single KV block.*raise --gpu-memory-utilization \(of 80\.0 GiB the share 0\.2\d* is 1[69]\.\d GiB, the model "
+        r"and its largest step take 18\.0 GiB, other processes and CUDA itself 1\.2 GiB\), lower "
+        r"--max-num-batched-tokens or --max-num-seqs, or set --num-kv-blocks to 8 or more"
+    )
+    memory = dataclasses.replace(IDLE, free=IDLE.free - GIB // 5)
+    with pytest.raises(StartupError, match=message):
+        choose(budget_on_gpu(memory, utilization))
+
+
+def test_a_gpu_without_room_for_a_context() -> None:
+    memory = dataclasses.replace(IDLE, free=IDLE.free - 61 * GIB + 3 * 6144)
+    with pytest.raises(StartupError, match=r"KV cache of 3 blocks.*--max-model-len to 48 or less, or free some of the"):
+        choose(budget_on_gpu(memory, 1.0))
 
 
 def write(root: Path, **files: str) -> None:

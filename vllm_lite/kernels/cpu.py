@@ -18,7 +18,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,14 +82,14 @@ class CommandList:
     entries: list[tuple[int, ctypes.Array[ctypes.c_char]]] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
 
-    def finished(self) -> CapturedStep:
+    def finished(self) -> CapturedCalls:
         """The list as the library takes it."""
         commands = [_Command(entry, ctypes.addressof(arguments)) for entry, arguments in self.entries]
-        return CapturedStep(self, (_Command * len(commands))(*commands))
+        return CapturedCalls(self, (_Command * len(commands))(*commands))
 
 
 @dataclass(frozen=True)
-class CapturedStep:
+class CapturedCalls:
     """A list that is ready to be replayed."""
 
     _list: CommandList
@@ -101,6 +101,8 @@ class CpuKernels:
 
     `cores` are the CPUs that the threads are pinned to, the first of them being the caller's (`pin_caller`).
     """
+
+    panel_rows = PANEL_ROWS
 
     def __init__(self, library: Path, num_threads: int, cores: Sequence[int] = ()) -> None:
         self.num_threads = num_threads
@@ -160,10 +162,10 @@ class CpuKernels:
         finally:
             self._recording = None
 
-    def replay(self, step: CapturedStep, shape: Shape) -> None:
+    def replay(self, calls: CapturedCalls, shape: Shape) -> None:
         """Runs a captured list for a step of any shape."""
         self._counters[:] = [getattr(shape, counter) for counter in COUNTERS]
-        self._library.team_run(self._team, step._commands, len(step._commands), self._counters.ctypes.data)
+        self._library.team_run(self._team, calls._commands, len(calls._commands), self._counters.ctypes.data)
 
     def pack(self, weight: torch.Tensor) -> None:
         """Packs a weight [rows, in_features] in its place; its rows are a multiple of PANEL_ROWS."""
@@ -173,6 +175,11 @@ class CpuKernels:
         if size % elements_per_word(weight.dtype) or PANEL_ROWS * size * weight.dtype.itemsize > SCRATCH_BYTES:
             raise StartupError(f"the CPU kernels do not take weights of {size} columns in {weight.dtype}.")
         self.call(f"pack_{type_name(weight.dtype)}", _NO_STEP, weight, rows, size)
+
+    def pack_all(self, weights: Iterable[torch.Tensor]) -> None:
+        """Packs each of them."""
+        for weight in weights:
+            self.pack(weight)
 
     def _kernel(self, name: str) -> tuple[int, str]:
         if name not in self._kernels:

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from vllm_lite.config import set_cupy_cache_dir
 from vllm_lite.errors import StartupError
+from vllm_lite.kernels.cache_folder import private_cache_folder
 
 C_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bf16"}
 OPTIONS = ("-std=c++17", "-lineinfo")
@@ -46,7 +48,7 @@ class Compiler:
 
     module_class: Callable[..., Any]
     """With the constructor and `get_function` of cupy.RawModule."""
-    error: type[Exception]
+    error: type[Exception] | tuple[type[Exception], ...]
     """Raised for source that does not compile; its text is the compiler's log."""
     current_stream: Callable[[], int]
     """The address of the stream that launches go to."""
@@ -78,9 +80,9 @@ class CudaKernels:
             self._compile(source, by_source[source], compiler)
 
     def _compile(self, source: str, kernels: list[Kernel], compiler: Compiler) -> None:
-        names = [kernel.name for kernel in kernels]
+        names, code = [kernel.name for kernel in kernels], read_source(source)
         try:
-            module = compiler.module_class(code=read_source(source), options=OPTIONS, name_expressions=names)
+            module = compiler.module_class(code=code, options=OPTIONS, name_expressions=names)
             functions = [module.get_function(name) for name in names]
         except compiler.error as error:
             raise StartupError(f"cuda/{source} does not compile with {compiler.versions}:\n{error}") from error
@@ -212,7 +214,8 @@ def cupy_compiler(device: torch.device) -> Compiler:
     check_platform(platform)
     return Compiler(
         cupy.RawModule,
-        cupy.cuda.compiler.CompileException,
+        # The others: what NVRTC, the driver and the cache's folder refuse.
+        (cupy.cuda.compiler.CompileException, RuntimeError, OSError),
         lambda: torch.cuda.current_stream(device).cuda_stream,
         f"NVRTC {_version(platform.compiler_cuda or 0)}, CuPy {cupy.__version__} for CUDA "
         f"{_version(platform.cupy_cuda)}, torch {torch.__version__} for CUDA {platform.torch_cuda}",
@@ -252,6 +255,7 @@ def check_platform(platform: Platform) -> None:
 
 
 def _import_cupy() -> Any:
+    set_cupy_cache_dir(private_cache_folder("cuda"))
     try:
         # Not at the top: it takes a quarter of a second that a server on a CPU does not need.
         import cupy  # noqa: PLC0415

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +15,51 @@ from vllm_lite.errors import StartupError
 from vllm_lite.layers.context import LayerCache
 
 SHARE_OF_MEMORY = 0.4
-"""Of the memory that is available once the weights are loaded; the rest is for activations and everybody else."""
+"""On a CPU, of the memory that is available once the weights are loaded; the rest is for activations and everybody."""
+
+
+@dataclass(frozen=True)
+class CacheBudget:
+    """Memory that the cache may take."""
+
+    num_bytes: int
+    way_out: str
+    """How to have more of it, for a message."""
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes of a GPU at one moment, and what this process took of them at most before it."""
+
+    total: int
+    free: int
+    reserved: int
+    """Taken by torch in this process at that moment."""
+    peak: int
+    """Taken by torch in this process at most: weights and the largest step."""
+
+
+def budget_on_cpu(available_bytes: int) -> CacheBudget:
+    """A share of what this process may still take."""
+    return CacheBudget(
+        int(available_bytes * SHARE_OF_MEMORY),
+        f"free some memory ({_gib(available_bytes)} are available, of which the cache takes {SHARE_OF_MEMORY:.0%})",
+    )
+
+
+def budget_on_gpu(memory: GpuMemory, utilization: float) -> CacheBudget:
+    """What of the share `utilization` of the GPU neither the model, its largest step nor anything else takes.
+
+    What is neither free nor torch's belongs to other processes, and to CUDA itself in this one.
+    """
+    elsewhere = memory.total - memory.free - memory.reserved
+    usable = int(memory.total * utilization)
+    return CacheBudget(
+        usable - elsewhere - memory.peak,
+        f"free some of the GPU's memory or raise --gpu-memory-utilization (of {_gib(memory.total)} the share "
+        f"{utilization} is {_gib(usable)}, the model and its largest step take {_gib(memory.peak)}, other processes "
+        f"and CUDA itself {_gib(elsewhere)}), lower --max-num-batched-tokens or --max-num-seqs",
+    )
 
 
 def choose_num_blocks(
@@ -24,25 +69,25 @@ def choose_num_blocks(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
-    num_kv_blocks: int | None,
-    available_bytes: int,
+    size: CacheBudget | int,
 ) -> int:
-    """Blocks of the cache: `num_kv_blocks` where that is given, else as many as the memory holds and all can use.
+    """Blocks of the cache: `size` where that is their number, else as many as the budget holds and all can use.
 
     Raises StartupError where a context of `max_model_len` tokens does not fit.
     """
     blocks_per_context = -(-max_model_len // block_size)
-    num_blocks = num_kv_blocks
-    if num_blocks is None:
-        affordable = int(available_bytes * SHARE_OF_MEMORY) // bytes_per_block(config, dtype, block_size)
+    if isinstance(size, int):
+        num_blocks, way_out = size, "raise --num-kv-blocks"
+    else:
+        affordable = max(0, size.num_bytes) // bytes_per_block(config, dtype, block_size)
         num_blocks = min(affordable, max_num_seqs * blocks_per_context)
-    if num_blocks < blocks_per_context:
-        way_out = (
-            "raise --num-kv-blocks"
-            if num_kv_blocks is not None
-            else f"free some memory ({available_bytes / 2**30:.1f} GiB are available, of which the cache takes "
-            f"{SHARE_OF_MEMORY:.0%}), or set --num-kv-blocks"
+        way_out = f"{size.way_out}, or set --num-kv-blocks"
+    if num_blocks == 0:
+        raise StartupError(
+            f"there is no memory for a single KV block of {bytes_per_block(config, dtype, block_size)} bytes, and a "
+            f"context of {max_model_len} tokens needs {blocks_per_context}: {way_out} to {blocks_per_context} or more."
         )
+    if num_blocks < blocks_per_context:
         raise StartupError(
             f"a context of {max_model_len} tokens does not fit the KV cache of {num_blocks} blocks of {block_size}, "
             f"{num_blocks * block_size} tokens: lower --max-model-len to {num_blocks * block_size} or less, or "
@@ -78,6 +123,10 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     if found is None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([int(found[1]) * 1024, *_control_group_rests(proc, cgroups)])
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _control_group_rests(proc: Path, cgroups: Path) -> Iterator[int]:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_lite.engine.step import SamplingInput
+from vllm_lite.worker.transfer import to_device
 
 LARGEST_BIAS = 1e30
 """Keeps sums finite; a bias beyond it decides as surely."""
@@ -33,7 +34,7 @@ def process_logits(logits: torch.Tensor, sampling: SamplingInput) -> bool:
 
 def tensor_of(array: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     """A copy on the device of `like`; the array may be read-only."""
-    return torch.tensor(array, device=like.device)
+    return to_device(array, like.device)
 
 
 def _cells(logits: torch.Tensor, rows: npt.NDArray[Any], ids: npt.NDArray[np.int32]) -> torch.Tensor:

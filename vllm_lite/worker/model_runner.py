@@ -7,25 +7,29 @@ import dataclasses
 import numpy as np
 import torch
 
-from vllm_lite.engine.step import Int32Array, StepInput, StepOutput
+from vllm_lite.engine.step import Int32Array, StepInput, StepOutput, StepShape
 from vllm_lite.kernels.cpu import CpuKernels
 from vllm_lite.kernels.cuda import CudaKernels
-from vllm_lite.layers.context import StepTensors
+from vllm_lite.layers.context import ForwardContext
 from vllm_lite.models.llama import LlamaForCausalLM
 from vllm_lite.ops.kv_cache import copy_blocks
 from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker import kv_cache
+from vllm_lite.worker.compute import Compute, Head
+from vllm_lite.worker.cpu_replay import CpuReplay
 from vllm_lite.worker.dtype import CPU_FLAG, is_native
-from vllm_lite.worker.programs import CapturedProgram, EagerProgram, Program
 from vllm_lite.worker.sampler import is_plain_greedy, sample
+from vllm_lite.worker.step_buffers import StepBuffers
+from vllm_lite.worker.transfer import to_device
 
 
 class ModelRunner:
     """Owns the cache, the activations and the step's tensors, all of maximal size.
 
-    The tensors a step is read from keep their addresses for life. The model's parameters must have been filled.
-    With `cuda`, the ops launch its kernels where they can; they must hold what `kernels_for` lists for the model.
-    With `cpu`, the ops call those, captured once unless `enforce_eager`; the model's weights must have been packed.
+    The tensors a step is read from, and those that its results are left in, keep their addresses for life. The model's
+    parameters must have been filled. With `cuda`, the ops launch its kernels where they can; they must hold what
+    `kernels_for` lists for the model. With `cpu`, the ops call its kernels, captured once unless `enforce_eager`; the
+    model's matrices must have been packed.
     """
 
     def __init__(
@@ -48,57 +52,47 @@ class ModelRunner:
         self.caches = kv_cache.allocate(
             model.config, dtype=dtype, block_size=block_size, num_blocks=num_blocks, device=device
         )
-        max_blocks = -(-max_model_len // block_size)
-
-        def int32(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        self.tensors = StepTensors(
-            token_ids=int32(max_num_batched_tokens),
-            positions=int32(max_num_batched_tokens),
-            slot_mapping=int32(max_num_batched_tokens),
-            query_starts=int32(max_num_seqs + 1),
-            context_lens=int32(max_num_seqs),
-            block_tables=int32(max_num_seqs, max_blocks),
-            token_indices=int32(max_num_seqs),
+        self.buffers = StepBuffers(
+            device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
         )
+        self.tensors = self.buffers.tensors
         self.logits = torch.empty(max_num_seqs, model.config.vocab_size, dtype=torch.float32, device=device)
-        self.greedy_ids = int32(max_num_seqs)
-        eager = EagerProgram(
-            model, self.workspace, self.tensors, self.activations, self.caches, self.logits, self.greedy_ids
-        )
-        self._program: Program = eager if cpu is None or enforce_eager else CapturedProgram(eager, cpu)
+        self.greedy_ids = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
+        self.compute: Compute = self.compute_by_python
+        """Leaves `greedy_ids` or `logits` of a step whose numbers are in `tensors`."""
+        if cpu is not None and not enforce_eager:
+            self.compute = CpuReplay(self.compute_by_python, cpu)
 
     def run(self, step: StepInput) -> StepOutput:
         """Computes the step and picks a token for each sampled row."""
         sampling = step.sampling
         shape = dataclasses.replace(step.shape, num_rows=sampling.num_rows)
+        head = Head.NONE
+        if shape.num_rows:
+            head = Head.GREEDY_IDS if is_plain_greedy(sampling) else Head.LOGITS
         with torch.inference_mode():
-            self.workspace.begin_step()
-            self._fill(step)
+            self.buffers.fill(step)
             self._copy_blocks(step)
-            self._program.forward(shape)
-            if shape.num_rows == 0:
+            self.compute(shape, head)
+            if head is Head.NONE:
                 return StepOutput(np.empty(0, np.int32))
-            if is_plain_greedy(sampling):
-                self._program.greedy(shape)
+            if head is Head.GREEDY_IDS:
                 return StepOutput(self.greedy_ids[: shape.num_rows].to("cpu", copy=True).numpy())
-            self._program.logits(shape)
             return StepOutput(sample(self.logits[: shape.num_rows], sampling))
 
-    def _fill(self, step: StepInput) -> None:
-        tensors = self.tensors
-        for tensor, array in (
-            (tensors.token_ids, step.token_ids),
-            (tensors.positions, step.positions),
-            (tensors.slot_mapping, step.slot_mapping),
-            (tensors.query_starts, step.query_starts),
-            (tensors.context_lens, step.context_lens),
-            (tensors.token_indices, step.sampling.token_indices),
-        ):
-            tensor[: len(array)] = torch.tensor(array)
-        num_seqs, num_blocks = step.block_tables.shape
-        tensors.block_tables[:num_seqs, :num_blocks] = torch.tensor(step.block_tables)
+    def compute_by_python(self, shape: StepShape, head: Head) -> None:
+        """What `compute` does unless something else has been put there."""
+        self.workspace.begin_step()
+        context = ForwardContext(self.workspace, shape, self.tensors)
+        self.model.forward(context, self.activations, self.caches)
+        if head is Head.GREEDY_IDS:
+            self.model.greedy(context, self.activations, self.greedy_ids)
+        elif head is Head.LOGITS:
+            self.model.logits(context, self.activations, self.logits)
 
     def _copy_blocks(self, step: StepInput) -> None:
         if len(step.copy_sources):
@@ -108,7 +102,7 @@ class ModelRunner:
             )
 
     def _indices(self, array: Int32Array) -> torch.Tensor:
-        return torch.tensor(array, dtype=torch.int64, device=self.model.options.device)
+        return to_device(array.astype(np.int64), self.model.options.device)
 
 
 def native_dtypes(device: torch.device) -> frozenset[torch.dtype]:
