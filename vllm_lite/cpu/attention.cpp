@@ -19,7 +19,7 @@
 #include <algorithm>
 
 #include "kv_cache.h"
-#include "product.h"
+#include "linear.h"
 #include "task.h"
 
 namespace {
@@ -28,6 +28,8 @@ constexpr int64_t PARTITION = 256;
 constexpr int64_t TILE_ROWS = 48;
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t MAX_BLOCK_SIZE = 32;
+// With so many rows it pays to turn a partition's bf16 into floats first.
+constexpr int64_t ROWS_WORTH_WIDENING = 3 * MAX_ROWS;
 
 int64_t padded(int64_t size) { return (size + COLUMNS - 1) / COLUMNS * COLUMNS; }
 
@@ -68,21 +70,27 @@ struct Scratch {
   alignas(64) float outs[TILE_ROWS * MAX_HEAD_DIM];            // of one partition
   alignas(64) float merged[TILE_ROWS * MAX_HEAD_DIM];
   alignas(64) T last_values[MAX_BLOCK_SIZE * MAX_HEAD_DIM];    // a block whose end is not part of the context
+  alignas(64) float panels[PARTITION * MAX_HEAD_DIM];          // keys or values, where many rows take them as floats
   float max[TILE_ROWS], sum[TILE_ROWS];                        // of one partition
   float merged_max[TILE_ROWS], merged_sum[TILE_ROWS];
 };
 
-// Keys in groups of 16, a group's two halves possibly in two blocks, as a source of `multiply_rows`.
-template <class T>
+// Keys in groups of 16, a group's two halves possibly in two blocks, as a source of `multiply_rows`. IS_STREAM: they come
+// from memory, and so do the values that are needed next; both are asked for ahead of their use.
+template <class T, bool IS_STREAM, int GROUPS>
 struct KeyGroups {
-  const T* halves[PARTITION / COLUMNS][2];
+  static constexpr int GROUPS_AHEAD = 4;
+  // The last ones repeat a group, so that there is always one ahead.
+  const T* halves[GROUPS + GROUPS_AHEAD][2];
+  const T* values[GROUPS];  // as many elements as the keys of a group
   int64_t row_size, head_dim;
   bool is_split;
-  int first = 0;
 
-  KeyGroups from(int group) const {
-    KeyGroups result = *this;
-    result.first = group;
+  template <int N>
+  KeyGroups<T, IS_STREAM, N> take(int first) const {
+    KeyGroups<T, IS_STREAM, N> result{{}, {}, row_size, head_dim, is_split};
+    memcpy(result.halves, halves + first, sizeof result.halves);
+    memcpy(result.values, values + first, sizeof result.values);
     return result;
   }
   int64_t num_segments() const { return 1; }
@@ -90,7 +98,11 @@ struct KeyGroups {
   void enter(int64_t) {}
   IntVec words(int group, int64_t k, int v) const {
     const int64_t at = k / STEP<T> * row_size;
-    const T* const* half = halves[first + group];
+    const T* const* half = halves[group];
+    if (IS_STREAM && v == 0) {
+      __builtin_prefetch(halves[group + GROUPS_AHEAD][0] + at);
+      __builtin_prefetch(values[group] + k * COLUMNS);
+    }
     if constexpr (LANES == 8) return load_words(half[v] + at);
     return is_split ? join_words(half[0] + at, half[1] + at) : load_words(half[0] + at);
   }
@@ -104,7 +116,8 @@ struct ValueColumns {
   int64_t dim = 0;
   const T* block = nullptr;
 
-  ValueColumns from(int panel) const {
+  template <int N>
+  ValueColumns take(int panel) const {
     ValueColumns result = *this;
     result.dim += panel * COLUMNS;
     return result;
@@ -119,6 +132,12 @@ struct ValueColumns {
     return load_words(from, static_cast<int>(std::clamp<int64_t>(head_dim - dim - column, 0, LANES)));
   }
 };
+
+// Calls each(first row, number of rows) for tiles of products.
+template <class Each>
+INLINE void for_tiles(int64_t begin, int64_t end, const Each& each) {
+  for (int64_t r = begin; r < end; r += MAX_ROWS) each(r, static_cast<int>(std::min<int64_t>(MAX_ROWS, end - r)));
+}
 
 // The queries of a tile as operands of products, [num_rows, head_dim].
 template <class T>
@@ -138,23 +157,38 @@ template <class T>
 void score_keys(const Call<T>& call, const Tile& tile, const Operand<T>* queries, int64_t first, int64_t begin,
                 int64_t end, Scratch<T>& scratch) {
   const CacheLayout& layout = call.layout;
-  KeyGroups<T> source{{}, layout.block_size * STEP<T>, layout.head_dim, layout.block_size < COLUMNS};
   const int num_groups = static_cast<int>((end - begin + COLUMNS - 1) / COLUMNS);
+  KeyGroups<T, true, PARTITION / COLUMNS> source{{}, {}, layout.block_size * STEP<T>, layout.head_dim, layout.block_size < COLUMNS};
   for (int g = 0; g < num_groups; ++g)
     for (int half = 0; half < 2; ++half) {
       // A half beyond the context stands for keys that are masked: any valid address will do.
       int64_t key = begin + g * COLUMNS + half * 8;
       if (key >= end) key = begin + g * COLUMNS;
-      const int64_t block = tile.block_table[key / layout.block_size];
-      source.halves[g][half] =
-          call.key_cache + layout.tile(block, tile.kv_head) + key % layout.block_size * STEP<T>;
+      const int64_t tile_start = layout.tile(tile.block_table[key / layout.block_size], tile.kv_head);
+      const int64_t offset = key % layout.block_size;
+      source.halves[g][half] = call.key_cache + tile_start + offset * STEP<T>;
+      if (half == 0) source.values[g] = call.value_cache + tile_start + offset * layout.head_dim;
     }
+  for (int g = 0; g < source.GROUPS_AHEAD; ++g) source.halves[num_groups + g][0] = source.halves[num_groups - 1][0];
   float* scores = scratch.scores + (begin - first);
-  for (int64_t r = 0; r < tile.num_rows; r += MAX_ROWS) {
-    const int rows = static_cast<int>(std::min<int64_t>(MAX_ROWS, tile.num_rows - r));
-    multiply_rows<T>(rows, queries + r * layout.head_dim, layout.head_dim, source, num_groups, scores + r * PARTITION,
-                     PARTITION);
+  const int64_t head_dim = layout.head_dim;
+  if constexpr (IS_WIDENED<T>) {
+    if (tile.num_rows >= ROWS_WORTH_WIDENING) {
+      const auto wide = widened<T, PARTITION / COLUMNS>(source, num_groups, scratch.panels);
+      for_tiles(0, tile.num_rows, [&](int64_t r, int rows) {
+        multiply_rows<float>(rows, queries + r * head_dim, head_dim, wide, num_groups, scores + r * PARTITION, PARTITION);
+      });
+      return;
+    }
   }
+  KeyGroups<T, false, PARTITION / COLUMNS> near{{}, {}, source.row_size, source.head_dim, source.is_split};
+  memcpy(near.halves, source.halves, sizeof near.halves);
+  const auto score_rows = [&](const auto& groups, int64_t r, int rows) {
+    multiply_rows<T>(rows, queries + r * head_dim, head_dim, groups, num_groups, scores + r * PARTITION, PARTITION);
+  };
+  const int64_t first_rows = std::min<int64_t>(MAX_ROWS, tile.num_rows);
+  score_rows(source, 0, static_cast<int>(first_rows));
+  for_tiles(first_rows, tile.num_rows, [&](int64_t r, int rows) { score_rows(near, r, rows); });
 }
 
 INLINE IntVec lane_numbers() {
@@ -219,17 +253,21 @@ void sum_values(const Call<T>& call, const Tile& tile, int64_t first, int64_t be
   const int num_whole = static_cast<int>(head_dim / COLUMNS);
   const int64_t out_size = call.out_size();
   const Operand<T>* weights = scratch.weights + (begin - first);
-  for (int64_t r = 0; r < tile.num_rows; r += MAX_ROWS) {
-    const int rows = static_cast<int>(std::min<int64_t>(MAX_ROWS, tile.num_rows - r));
-    const Operand<T>* x = weights + r * PARTITION;
-    float* outs = scratch.outs + r * out_size;
-    const ValueColumns<T, false> source{blocks, num_blocks, block_size, head_dim};
-    multiply_rows<T>(rows, x, PARTITION, source, num_whole, outs, static_cast<int>(out_size));
-    if (head_dim % COLUMNS != 0) {
-      const ValueColumns<T, true> rest{blocks, num_blocks, block_size, head_dim, num_whole * COLUMNS};
-      multiply_rows<T>(rows, x, PARTITION, rest, 1, outs + num_whole * COLUMNS, static_cast<int>(out_size));
-    }
+  const ValueColumns<T, false> whole{blocks, num_blocks, block_size, head_dim};
+  const ValueColumns<T, true> rest{blocks, num_blocks, block_size, head_dim, num_whole * COLUMNS};
+  const auto sum = [&](auto element, const auto& panels, int num_panels, int64_t column) {
+    for_tiles(0, tile.num_rows, [&](int64_t r, int rows) {
+      multiply_rows<decltype(element)>(rows, weights + r * PARTITION, PARTITION, panels, num_panels,
+                                       scratch.outs + r * out_size + column, static_cast<int>(out_size));
+    });
+  };
+  bool is_widened = false;
+  if constexpr (IS_WIDENED<T>) {
+    is_widened = tile.num_rows >= ROWS_WORTH_WIDENING;
+    if (is_widened) sum(float{}, widened<T, MAX_HEAD_DIM / COLUMNS>(whole, num_whole, scratch.panels), num_whole, 0);
   }
+  if (!is_widened) sum(T{}, whole, num_whole, 0);
+  if (head_dim % COLUMNS != 0) sum(T{}, rest, 1, num_whole * COLUMNS);
 }
 
 // The tile's rows over one partition: `max`, `sum` and `outs` of the scratch memory.

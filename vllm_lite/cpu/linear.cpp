@@ -13,27 +13,10 @@ namespace {
 
 // Of the rows that are multiplied with one panel after the other: half of a small second-level cache.
 constexpr int64_t SLAB_BYTES = 192 * 1024;
-// So many tiles use a panel that it pays to turn its bf16 into floats first; every element's sum stays the same.
+// So many tiles use a panel that it pays to turn its bf16 into floats first.
 constexpr int64_t TILES_WORTH_WIDENING = 3;
 
 int64_t num_panels_of(int64_t size) { return (size + COLUMNS - 1) / COLUMNS; }
-
-// The panels as floats, in `memory`.
-template <class T>
-PackedPanels<float, false> widened(const PackedPanels<T, true>& source, int num_panels, int64_t size, float* memory) {
-  PackedPanels<float, false> result{{}, size};
-  for (int p = 0; p < num_panels; ++p) {
-    float* wide = memory + p * COLUMNS * size;
-    for (int64_t k = 0; k < size; k += STEP<T>)
-      UNROLL for (int v = 0; v < VECS; ++v) {
-        const IntVec words = source.words(p, k, v);
-        store(wide + k * COLUMNS + v * LANES, (Vec)(words << 16));
-        store(wide + (k + 1) * COLUMNS + v * LANES, (Vec)(words & static_cast<int32_t>(0xffff0000)));
-      }
-    result.panels[p] = wide;
-  }
-  return result;
-}
 
 // Goes through a product tile by tile. A unit is what one panel's worth of results needs: PARTS panels, part_stride
 // elements apart. finish(row, num_rows, unit, num_units, tile, tile_stride) takes the sums, part by part within a row.
@@ -68,9 +51,9 @@ void multiply(const Task& task, const T* x, int64_t x_stride, int64_t num_rows, 
           finish(first + row, static_cast<int>(next - row), unit, num_units_now, tile, tile_stride);
         }
       };
-      if constexpr (sizeof(Operand<T>) != sizeof(T)) {
+      if constexpr (IS_WIDENED<T>) {
         if (num_tiles >= TILES_WORTH_WIDENING) {
-          const PackedPanels<float, false> wide = widened(source, num_panels, size, wide_panels);
+          const auto wide = widened<T, MAX_PANELS>(source, num_panels, wide_panels);
           for_tiles([&](int rows, const float* x) {
             multiply_rows<float>(rows, x, stride, wide, num_panels, tile, tile_stride);
           });

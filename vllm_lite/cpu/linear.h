@@ -1,19 +1,26 @@
+// Panels side by side in memory.
+//
 // How a weight [N, K] is packed: in panels of 16 of its rows, which are columns of the product. The panel of rows 16p to
 // 16p + 15 is [K][16] floats, or [K / 2][16][2] bf16: 64 bytes for each step along K. The last panel is filled up.
 #pragma once
 
 #include "product.h"
 
+// Whether products with many rows take T's panels as floats.
+template <class T>
+constexpr bool IS_WIDENED = sizeof(Operand<T>) != sizeof(T);
+
 // Some panels as a source of `multiply_rows`. IS_STREAM: they come from memory, and are asked for ahead of their use.
-template <class T, bool IS_STREAM>
+template <class T, bool IS_STREAM, int PANELS = MAX_PANELS>
 struct PackedPanels {
   static constexpr int64_t BYTES_AHEAD = 2048;
-  const T* panels[MAX_PANELS];
+  const T* panels[PANELS];
   int64_t size;
 
-  PackedPanels from(int first) const {
-    PackedPanels result{{}, size};
-    for (int p = first; p < MAX_PANELS; ++p) result.panels[p - first] = panels[p];
+  template <int N>
+  PackedPanels<T, IS_STREAM, N> take(int first) const {
+    PackedPanels<T, IS_STREAM, N> result{{}, size};
+    UNROLL for (int p = 0; p < N; ++p) result.panels[p] = panels[first + p];
     return result;
   }
   int64_t num_segments() const { return 1; }
@@ -25,3 +32,25 @@ struct PackedPanels {
     return load_words(step + v * LANES * STEP<T>);
   }
 };
+
+// `count` panels of any source as floats in `memory`, one after the other. Worth it where many tiles use them; every
+// element's sum stays the same.
+template <class T, int MOST, class Panels>
+PackedPanels<float, false, MOST> widened(Panels panels, int count, float* memory) {
+  PackedPanels<float, false, MOST> result{{}, panels.num_segments() * panels.segment_size()};
+  for (int p = 0; p < count; ++p) result.panels[p] = memory + p * COLUMNS * result.size;
+  int64_t start = 0;
+  for (int64_t segment = 0; segment < panels.num_segments(); ++segment) {
+    panels.enter(segment);
+    for (int p = 0; p < count; ++p)
+      for (int64_t k = 0; k < panels.segment_size(); k += STEP<T>)
+        UNROLL for (int v = 0; v < VECS; ++v) {
+          float* to = memory + (p * result.size + start + k) * COLUMNS + v * LANES;
+          const IntVec words = panels.words(p, k, v);
+          store(to, (Vec)(STEP<T> == 2 ? words << 16 : words));
+          if (STEP<T> == 2) store(to + COLUMNS, (Vec)(words & static_cast<int32_t>(0xffff0000)));
+        }
+    start += panels.segment_size();
+  }
+  return result;
+}

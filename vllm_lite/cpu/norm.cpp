@@ -22,13 +22,25 @@ void for_heads(const Task& task, const T* x, T* out, int64_t num_heads, int64_t 
 template <class T, class Map>
 float sum_over(const T* row, int64_t size, const Map& map) {
   Vec sum{};
-  for (int64_t i = 0; i < size; i += LANES) {
-    const int lanes = size - i < LANES ? static_cast<int>(size - i) : LANES;
-    Vec part = map(load_first(row + i, lanes));
-    for (int lane = lanes; lane < LANES; ++lane) part[lane] = 0.0f;
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) sum += map(load(row + i));
+  if (i < size) {
+    Vec part = map(load_first(row + i, static_cast<int>(size - i)));
+    for (int lane = static_cast<int>(size - i); lane < LANES; ++lane) part[lane] = 0.0f;
     sum += part;
   }
   return sum_of(sum);
+}
+
+// Stores map(elements, where they begin, how many) for the vectors of a row, the last one possibly shorter.
+template <class T, class Map>
+void map_row(const T* row, T* to, int64_t size, const Map& map) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(to + i, map(load(row + i), i, LANES));
+  if (i < size) {
+    const int lanes = static_cast<int>(size - i);
+    store_first(to + i, map(load_first(row + i, lanes), i, lanes), lanes);
+  }
 }
 
 template <class T>
@@ -37,12 +49,10 @@ void rms_norm(const Task& task, const T* x, const T* weight, T* out, double eps,
   for_heads(task, x, out, num_heads, x_stride, x_head_stride, out_stride, out_head_stride, [&](const T* row, T* to) {
     const float mean = sum_over(row, size, [](Vec v) { return v * v; }) / static_cast<float>(size);
     const Vec factor = splat(1.0f / std::sqrt(mean + static_cast<float>(eps)));
-    for (int64_t i = 0; i < size; i += LANES) {
-      const int lanes = size - i < LANES ? static_cast<int>(size - i) : LANES;
+    map_row(row, to, size, [&](Vec v, int64_t i, int lanes) {
       // Rounded before the weight comes in, as Hugging Face's models do.
-      const Vec normed = round_to<T>(load_first(row + i, lanes) * factor);
-      store_first(to + i, normed * load_first(weight + i, lanes), lanes);
-    }
+      return round_to<T>(v * factor) * load_first(weight + i, lanes);
+    });
   });
 }
 
@@ -54,12 +64,10 @@ void layer_norm(const Task& task, const T* x, const T* weight, const T* bias, T*
     const Vec mean = splat(sum_over(row, size, [](Vec v) { return v; }) / count);
     const float variance = sum_over(row, size, [&](Vec v) { return (v - mean) * (v - mean); }) / count;
     const Vec factor = splat(1.0f / std::sqrt(variance + static_cast<float>(eps)));
-    for (int64_t i = 0; i < size; i += LANES) {
-      const int lanes = size - i < LANES ? static_cast<int>(size - i) : LANES;
-      Vec result = (load_first(row + i, lanes) - mean) * factor * load_first(weight + i, lanes);
-      if (bias != nullptr) result += load_first(bias + i, lanes);
-      store_first(to + i, result, lanes);
-    }
+    map_row(row, to, size, [&](Vec v, int64_t i, int lanes) {
+      const Vec result = (v - mean) * factor * load_first(weight + i, lanes);
+      return bias == nullptr ? result : result + load_first(bias + i, lanes);
+    });
   });
 }
 

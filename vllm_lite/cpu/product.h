@@ -16,19 +16,19 @@ constexpr int MAX_PANELS = 8;
 
 // tile[r][16 p + c] = sum over k of x[r][k] * panel p's [k][c]; rows of the tile lie tile_stride apart.
 //
-// `source` says where panels are. Their inner dimension may lie in several places: source.enter(segment) for each, in
-// which source.words(panel, k, vector) gives the columns' words of step k.
-template <class T, int ROWS, int PANELS, class Source>
-static void multiply_tile(const Operand<T>* __restrict x, int64_t x_stride, Source source, float* __restrict tile,
+// `panels` says where they are. Their inner dimension may lie in several places: panels.enter(segment) for each, in which
+// panels.words(panel, k, vector) gives the columns' words of step k.
+template <class T, int ROWS, int PANELS, class Panels>
+static void multiply_tile(const Operand<T>* __restrict x, int64_t x_stride, Panels panels, float* __restrict tile,
                           int tile_stride) {
   constexpr bool IS_TIGHT = LANES == 8 && ROWS * PANELS * VECS > 8;  // of 16 registers
   Vec sums[ROWS][PANELS * VECS] = {};
-  for (int64_t segment = 0; segment < source.num_segments(); ++segment) {
-    source.enter(segment);
-    const int64_t size = source.segment_size();
+  for (int64_t segment = 0; segment < panels.num_segments(); ++segment) {
+    panels.enter(segment);
+    const int64_t size = panels.segment_size();
     for (int64_t k = 0; k < size; k += STEP<T>)
       UNROLL for (int p = 0; p < PANELS; ++p) {
-        const auto words = [&](int v) { return source.words(p, k, v); };
+        const auto words = [&](int v) { return panels.words(p, k, v); };
         multiply_add<T, ROWS, VECS, IS_TIGHT>(&sums[0][p * VECS], PANELS * VECS, words, x + k, x_stride);
         if (IS_TIGHT && PANELS > 1) drop_loaded_values();
       }
@@ -42,12 +42,13 @@ template <class T, int ROWS, int PANELS, class Source>
 static void multiply_panels(const Operand<T>* x, int64_t x_stride, const Source& source, int first, int end, float* tile,
                             int tile_stride) {
   for (; first + PANELS <= end; first += PANELS)
-    multiply_tile<T, ROWS, PANELS>(x, x_stride, source.from(first), tile + first * COLUMNS, tile_stride);
+    multiply_tile<T, ROWS, PANELS>(x, x_stride, source.template take<PANELS>(first), tile + first * COLUMNS, tile_stride);
   if constexpr (PANELS > 1)
     if (first < end) multiply_panels<T, ROWS, PANELS / 2>(x, x_stride, source, first, end, tile, tile_stride);
 }
 
-// The same for numbers of rows (MAX_ROWS at most) and panels known at run time. source.from(p) begins at panel p.
+// The same for numbers of rows (MAX_ROWS at most) and panels known at run time. source.take<N>(p) gives N panels from
+// the p-th on.
 template <class T, class Source, int ROWS = MAX_ROWS>
 INLINE void multiply_rows(int rows, const Operand<T>* x, int64_t x_stride, const Source& source, int num_panels,
                           float* tile, int tile_stride) {
