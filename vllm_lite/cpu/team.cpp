@@ -1,8 +1,9 @@
 // The threads that run commands: the caller and num_threads - 1 workers, all of which run every command of a list and
 // meet at a barrier after each one.
 //
-// Between runs a worker spins for a moment, since the next step is mostly near, and then sleeps: an idle server takes no
-// processor time. At a barrier threads spin too, and give way to others once that takes long.
+// Threads spin while they wait for each other and for the next list, since both are mostly near, and sleep once that takes
+// long: an idle server takes no processor time, and where other work has taken a thread's core, the thread that waits for
+// it leaves its own to whoever can use it.
 #include "task.h"
 
 #include <linux/futex.h>
@@ -20,7 +21,7 @@
 namespace {
 
 constexpr int64_t IDLE_SPIN_NS = 200'000;
-constexpr int PAUSES_BEFORE_YIELDING = 2000;
+constexpr int PAUSES_BEFORE_SLEEPING = 4000;
 constexpr int PAUSES_BETWEEN_CLOCKS = 256;
 
 struct Command {
@@ -101,15 +102,15 @@ class Team {
       const int64_t now = now_ns();
       if (deadline == 0) deadline = now + IDLE_SPIN_NS;
       if (now < deadline) continue;
-      num_sleeping_.fetch_add(1);
-      syscall(SYS_futex, &epoch_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-      num_sleeping_.fetch_sub(1);
+      num_idle_.fetch_add(1);
+      sleep_while(epoch_, seen);
+      num_idle_.fetch_sub(1);
     }
   }
 
   void wake() {
     epoch_.fetch_add(1);
-    if (num_sleeping_.load() > 0) syscall(SYS_futex, &epoch_, FUTEX_WAKE_PRIVATE, num_threads_, nullptr, nullptr, 0);
+    if (num_idle_.load() > 0) wake_all(epoch_);
   }
 
   void run_commands(int thread) {
@@ -127,15 +128,27 @@ class Team {
     if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
       num_arrived_.store(0, std::memory_order_relaxed);
       next_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
+      round_.store(round + 1);
+      if (num_sleeping_at_barrier_.load() > 0) wake_all(round_);
       return;
     }
     for (int pauses = 0; round_.load(std::memory_order_acquire) == round; ++pauses) {
-      if (pauses < PAUSES_BEFORE_YIELDING)
+      if (pauses < PAUSES_BEFORE_SLEEPING) {
         _mm_pause();
-      else
-        sched_yield();
+        continue;
+      }
+      // Counted before it sleeps, and asleep only if the round is still the same: no wake-up is missed.
+      num_sleeping_at_barrier_.fetch_add(1);
+      sleep_while(round_, round);
+      num_sleeping_at_barrier_.fetch_sub(1);
     }
+  }
+
+  static void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+  }
+  void wake_all(std::atomic<uint32_t>& word) const {
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, num_threads_, nullptr, nullptr, 0);
   }
 
   void stop() {
@@ -158,7 +171,8 @@ class Team {
   alignas(64) std::atomic<int> num_arrived_{0};
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<int> num_sleeping_{0};
+  alignas(64) std::atomic<int> num_idle_{0};
+  std::atomic<int> num_sleeping_at_barrier_{0};
 };
 
 }  // namespace
