@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from scripts.nvrtc import VERSION, NvrtcError, Usage, compile_source
-from vllm_lite.kernels.cuda import C_TYPES, Kernel, read_source
-from vllm_lite.ops.cuda_attention import MAX_HEAD_DIM
-from vllm_lite.ops.cuda_kernels import kernels_for
+from vllm_lite.kernels.cuda import Kernel, read_source
+from vllm_lite.ops.cuda_kernels import every_kernel
 
 MAX_SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 """Dynamic shared memory that a block can ask for."""
@@ -38,11 +37,6 @@ class Report:
         if self.kernel.shared_bytes > limit:
             found.append(f"{self.kernel.shared_bytes} bytes of shared memory, of {limit}")
         return found
-
-
-def every_kernel() -> list[Kernel]:
-    """Each instance that some model may launch, once."""
-    return list(dict.fromkeys(kernel for dtype in C_TYPES for kernel in kernels_for(dtype, MAX_HEAD_DIM)))
 
 
 def check(kernels: Iterable[Kernel], architectures: Sequence[str], num_threads: int = 2) -> list[Report]:

@@ -11,9 +11,10 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux only")
 if sys.platform == "linux":
     from scripts import check_kernels
-    from scripts.check_kernels import MAX_SHARED_KIB, Report, check, every_kernel, main, table
+    from scripts.check_kernels import MAX_SHARED_KIB, Report, check, main, table
     from scripts.nvrtc import NvrtcError, Usage, compile_source
     from vllm_lite.kernels.cuda import Kernel, read_source, source_folder
+    from vllm_lite.ops.cuda_kernels import every_kernel
 
 SPILLING = """
 extern "C" __global__ void __launch_bounds__(1024) spilling(float* x) {

@@ -167,7 +167,8 @@ class EmulatorKernel:
     def parameter_names(self) -> list[str]:
         """As the source calls them."""
         bare_name = self.name.split("<")[0]
-        declaration = re.search(rf"__global__\s+void\s[^(]*?\b{bare_name}\(([^)]*)\)", self.module.code)
+        bounds = r"(?:__launch_bounds__\([^()]*\)\s+)?"
+        declaration = re.search(rf"__global__\s+void\s+{bounds}{bare_name}\(([^)]*)\)", self.module.code)
         assert declaration is not None, f"{bare_name} is not in the source"
         return [parameter.split()[-1].lstrip("*&") for parameter in declaration[1].split(",")]
 

@@ -1,6 +1,10 @@
-"""The gated half of an MLP in one operation: two products, the activation and their product."""
+"""Activations, and the gated half of an MLP in one operation: two products, the activation and their product."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,9 +19,62 @@ from vllm_lite.ops.workspace import Workspace
 MAX_THREADS = 256
 
 
+class Activation(IntEnum):
+    """Functions of single numbers. Values as in activation.cu."""
+
+    RELU = 0
+    GELU = 1
+    """x * (share of a normal distribution below x), exactly."""
+    GELU_TANH = 2
+    """The same, nearly: with a tanh. Hugging Face's gelu_new, gelu_fast and gelu_pytorch_tanh."""
+    QUICK_GELU = 3
+    """x * sigmoid(1.702 * x)"""
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """float32, whatever x is."""
+    return x * torch.sigmoid(1.702 * x.float())
+
+
+_REFERENCES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.RELU: functional.relu,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    Activation.QUICK_GELU: _quick_gelu,
+}
+
+
 def kernels(dtype: torch.dtype) -> list[Kernel]:
     """Every instance for a dtype."""
-    return [Kernel("activation.cu", f"silu_and_mul<{C_TYPES[dtype]}, {width}>") for width in access_widths(dtype)]
+    return [
+        Kernel("activation.cu", f"{name}<{C_TYPES[dtype]}, {width}>")
+        for name in ("silu_and_mul", "activate")
+        for width in access_widths(dtype)
+    ]
+
+
+def activate(workspace: Workspace, shape: StepShape, x: torch.Tensor, kind: Activation, out: torch.Tensor) -> None:
+    """out[t] = kind(x[t]), computed in float32.
+
+    x and out [max_tokens, size] of one dtype, any stride over tokens. out may be x.
+    """
+    num_tokens, size = shape.num_tokens, x.shape[1]
+    x, out = x[:num_tokens], out[:num_tokens]
+    if workspace.cuda is None:
+        for rows in workspace.row_tiles(num_tokens, 4 * size):
+            out[rows] = _REFERENCES[kind](x[rows])
+        return
+    width = elements_per_access(x, out)
+    num_threads = threads_for(size // width, MAX_THREADS)
+    workspace.cuda.launch(
+        f"activate<{C_TYPES[x.dtype]}, {width}>",
+        (num_tokens, -(-size // (width * num_threads))),
+        num_threads,
+        x,
+        out,
+        *map(np.int64, (x.stride(0), out.stride(0))),
+        *map(np.int32, (size, kind)),
+    )
 
 
 def gate_up_silu(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_lite.kernels.cuda import Kernel
+from vllm_lite.kernels.cuda import C_TYPES, Kernel
 from vllm_lite.ops import activation, cuda_attention, kv_cache, norm, rotary
 
 
@@ -20,3 +20,14 @@ def kernels_for(dtype: torch.dtype, head_dim: int) -> list[Kernel]:
         *activation.kernels(dtype),
         *cuda_attention.kernels(dtype, head_dim),
     ]
+
+
+def every_kernel() -> list[Kernel]:
+    """Each instance that some model may launch, once, with the most shared memory that one may ask for."""
+    by_name = {
+        kernel.name: kernel  # the largest heads come last, and want the most
+        for dtype in C_TYPES
+        for head_dim in range(1, cuda_attention.MAX_HEAD_DIM + 1)
+        for kernel in kernels_for(dtype, head_dim)
+    }
+    return list(by_name.values())

@@ -34,7 +34,7 @@
 #define ldmatrix_x4_trans(registers, row) ::emulator::load_matrices<true>(registers, row, __LINE__)
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 template <class T>
 T min(T a, T b) { return b < a ? b : a; }
 template <class T>
