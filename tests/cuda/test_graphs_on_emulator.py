@@ -144,6 +144,15 @@ def test_memory_that_graphs_use_is_never_given_up(gpu: EmulatedGpu) -> None:
     assert runner.workspace._buffer is buffer
 
 
+def test_case_f2_nothing_is_left_to_be_made_when_the_server_is_ready(gpu: EmulatedGpu) -> None:
+    """The first request compiles and captures nothing; its time is measured by scripts/gpu_check."""
+    parts = make_parts()
+    made = gpu.num_modules, len(gpu.graphs)
+    assert all(made)
+    run(parts, params_of("mixed"))
+    assert (gpu.num_modules, len(gpu.graphs)) == made
+
+
 def test_what_cannot_be_captured_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real `capture`, on a machine where torch can capture nothing."""
     gpu = EmulatedGpu()

@@ -25,12 +25,14 @@ class EmulatedGpu(Gpu):
 
     def __init__(self, memory: GpuMemory = IDLE) -> None:
         def new_module(**arguments: Any) -> _Module:
+            self.num_modules += 1
             return _Module(self, **arguments)
 
         super().__init__(torch.device("cpu"), Compiler(new_module, EmulatorCompileError, lambda: STREAM.ptr, "g++ 12"))
         self.memory = memory
         self.threads: list[int] = []
         self.num_measurements = 0
+        self.num_modules = 0
         self.graphs: list[RecordedGraph] = []
         self.recording: RecordedGraph | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -302,6 +303,25 @@ class TestRealCupy:
     def test_cupy_can_be_imported_beside_our_folder_cuda(self) -> None:
         code = "import cupy, cuda.pathfinder"
         subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("error", [FakeError("log"), RuntimeError("driver"), OSError("disk full")])
+def test_case_o4_a_failed_compilation_prints_the_log_and_the_versions(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BrokenModule(FakeModule):
+        def get_function(self, name: str) -> FakeFunction:
+            raise error
+
+    cupy = fake_cupy(lambda: (13, 0))
+    cupy.RawModule, cupy.__version__ = BrokenModule, "14.2.0"
+    cupy.cuda.compiler = SimpleNamespace(CompileException=FakeError)
+    monkeypatch.setattr(cuda, "_import_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda, "_platform", lambda *_: PLATFORM)
+    compiler = cupy_compiler(torch.device("cuda", 0))
+    versions = rf"NVRTC 13\.0, CuPy 14\.2\.0 for CUDA 13\.2, torch {re.escape(torch.__version__)} for CUDA 13\.0"
+    with pytest.raises(StartupError, match=rf"cuda/norm\.cu does not compile with {versions}:\n{error}"):
+        CudaKernels([NORM], CPU, compiler)
 
 
 def fake_cupy(nvrtc_version: Callable[[], tuple[int, int]]) -> SimpleNamespace:

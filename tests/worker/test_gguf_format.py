@@ -25,6 +25,7 @@ from tests.helpers.loading import assert_same_tensors, load_tensors
 from tests.worker.test_gguf_config import llama3_divisors
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import StartupError
+from vllm_lite.worker import gguf_format
 from vllm_lite.worker.checkpoint import open_checkpoint
 from vllm_lite.worker.gguf_format import huggingface_name
 
@@ -202,3 +203,9 @@ def test_the_default_model() -> None:
     assert len(targets) == 272
     assert all(target.isfinite().all() for target in targets.values())
     assert seconds < 30
+
+
+def test_without_the_gguf_package_a_file_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_format, "gguf", None)
+    with pytest.raises(StartupError, match=r"model\.gguf cannot be read without the package gguf: pip install gguf"):
+        gguf_format.read_gguf(tmp_path / "model.gguf")

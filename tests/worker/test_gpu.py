@@ -84,6 +84,17 @@ def test_a_demanded_gpu_needs_cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         find_gpu("cuda")
 
 
+def test_case_o4_without_cupy_the_cpu_serves_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(gpu_module, "gpu_is_there", lambda: True)
+    assert find_gpu("auto") is None
+    (record,) = [record for record in caplog.records if record.name == "vllm_lite.worker.gpu"]
+    assert "the GPU is not used: CuPy" in record.getMessage()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_device_file_is_a_gpu_even_where_torch_sees_none(tmp_path: Path) -> None:
     assert not gpu_is_there(tmp_path)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.sampling import GREEDY, Row, sampling_input
 from vllm_lite.engine.step import NO_TOKEN
@@ -308,3 +310,29 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
 )
 def test_is_plain_greedy(rows: Sequence[Row], expected: bool) -> None:
     assert is_plain_greedy(sampling_input(rows)) is expected
+
+
+class ReadsNothingBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where Python looks at a number of a tensor, which on a GPU is to wait for it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        assert func.name().split(".")[0] not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_is_waited_for_once_unless_candidates_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        GREEDY, Row(seed=1), Row(seed=2, min_p=0.1), replace(GREEDY, banned=[5, 6]), Row(seed=3, bias={7: 3.0}),
+        Row(seed=4, repetition_penalty=1.3, presence_penalty=0.5, prompt=[1, 2], output=[3]), Row(allowed=[4, 9]),
+        Row(seed=1),
+    ]  # fmt: skip
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[-1, 3] = torch.nan
+    expected = sample(logits.clone(), sampling_input(rows))
+    assert expected[-1] == NO_TOKEN and len(set(expected)) > 4
+    monkeypatch.setattr(sampler, "_can_be_asked", lambda tensor: False)
+    with torch.inference_mode(), ReadsNothingBack():  # type: ignore[no-untyped-call]
+        ids = sample(logits.clone(), sampling_input(rows))
+    assert ids.tolist() == expected.tolist()

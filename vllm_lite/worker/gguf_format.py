@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 
@@ -15,6 +14,11 @@ from vllm_lite.errors import StartupError
 from vllm_lite.worker.gguf_config import read_gguf_config
 from vllm_lite.worker.gguf_header import GGUFFile, GGUFTensorInfo, open_gguf
 from vllm_lite.worker.weights import CheckpointTensor
+
+try:
+    import gguf
+except ImportError:  # everything but GGUF files is served without it
+    gguf = None
 
 PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ROPE_FACTORS = "rope_freqs.weight"
@@ -41,8 +45,11 @@ LAYER_NAMES = {
 def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, Any], list[CheckpointTensor]]:
     """The model's configuration, the file's metadata (for the tokenizer) and its tensors.
 
-    Raises StartupError where the file is broken or cut off, or holds an architecture or tensor type that does not run.
+    Raises StartupError where the file is broken or cut off, holds an architecture or tensor type that does not run, or
+    where the package gguf is missing.
     """
+    if gguf is None:
+        raise StartupError(f"{path} cannot be read without the package gguf: pip install gguf")
     file = open_gguf(path)
     by_name: dict[str, GGUFTensorInfo] = {}
     for info in file.tensors:

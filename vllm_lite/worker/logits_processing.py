@@ -68,7 +68,7 @@ def _take_out_banned(logits: torch.Tensor, sampling: SamplingInput) -> None:
     flat[cells] = -torch.inf
     banned_rows = tensor_of(sampling.banned_rows.astype(np.int64), logits)
     is_empty = (logits.amax(dim=1) == -torch.inf)[banned_rows]
-    flat[cells[is_empty]] = values[is_empty]
+    flat[cells] = torch.where(is_empty, values, -torch.inf)
 
 
 def _penalise(logits: torch.Tensor, sampling: SamplingInput) -> None:

@@ -22,6 +22,8 @@ NUM_FIRST_CANDIDATES = 64
 CANDIDATE_GROWTH = 8
 MAX_LOGITS_AT_A_TIME = 2**18
 """Sampled rows are handled a few at a time, so that their probabilities, sums and sort keys stay in the cache."""
+MAX_LOGITS_AT_A_TIME_ON_GPU = 2**23
+"""There, so that they take some 200 MB."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class _Rows:
     top_ks: torch.Tensor
     top_ps: torch.Tensor
     min_ps: torch.Tensor
+    has_min_ps: bool
+    """Whether any of them is not 0."""
     uniforms: torch.Tensor
 
 
@@ -44,26 +48,35 @@ def is_plain_greedy(sampling: SamplingInput) -> bool:
 def sample(logits: torch.Tensor, sampling: SamplingInput) -> Int32Array:
     """One token id a row; NO_TOKEN for a row whose logits hold a NaN, +inf or no finite value.
 
-    logits [R, vocab_size] float32, contiguous; they are changed.
+    logits [R, vocab_size] float32, contiguous; they are changed. On a GPU the host waits for nothing but the ids,
+    except where top_k or top_p are in use.
     """
     is_healthy = logits.amax(dim=1).isfinite()
     if process_logits(logits, sampling):
         is_healthy &= logits.amax(dim=1).isfinite()
-    healthy = is_healthy.cpu().numpy()
-    token_ids = np.full(len(logits), NO_TOKEN, np.int32)
+    if not (_can_be_asked(is_healthy) and is_healthy.all()):
+        logits.masked_fill_(~is_healthy.unsqueeze(1), 0.0)  # so that no picking goes astray
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     is_greedy = _is_greedy(sampling)
     is_restricted = (_top_ks(sampling, logits.shape[1]) > 0) | (sampling.top_ps < 1)
     greedy, restricted, free = (
-        np.flatnonzero(healthy & kind) for kind in (is_greedy, ~is_greedy & is_restricted, ~is_greedy & ~is_restricted)
+        np.flatnonzero(kind) for kind in (is_greedy, ~is_greedy & is_restricted, ~is_greedy & ~is_restricted)
     )
     if len(greedy):
-        token_ids[greedy] = _select(logits, greedy).argmax(dim=1).cpu().numpy()
-    num_rows = max(1, MAX_LOGITS_AT_A_TIME // logits.shape[1])
+        token_ids[tensor_of(greedy, logits)] = _select(logits, greedy).argmax(dim=1)
+    most_logits = MAX_LOGITS_AT_A_TIME if logits.is_cpu else MAX_LOGITS_AT_A_TIME_ON_GPU
+    num_rows = max(1, most_logits // logits.shape[1])
     for pick, kind in ((_pick_by_id, free), (_pick_candidate, restricted)):
         for start in range(0, len(kind), num_rows):
             part = kind[start : start + num_rows]
-            token_ids[part] = pick(_rows(logits, sampling, part)).cpu().numpy()
-    return token_ids
+            token_ids[tensor_of(part, logits)] = pick(_rows(logits, sampling, part))
+    ids: Int32Array = token_ids.masked_fill_(~is_healthy, NO_TOKEN).to(torch.int32).cpu().numpy()
+    return ids
+
+
+def _can_be_asked(tensor: torch.Tensor) -> bool:
+    """Whether a look at its values costs nothing."""
+    return tensor.is_cpu
 
 
 def _is_greedy(sampling: SamplingInput) -> npt.NDArray[np.bool_]:
@@ -92,13 +105,14 @@ def _rows(logits: torch.Tensor, sampling: SamplingInput, rows: npt.NDArray[np.in
         top_ks=column(_top_ks(sampling, logits.shape[1])[rows]),
         top_ps=column(sampling.top_ps[rows].astype(np.float64)),
         min_ps=column(sampling.min_ps[rows]),
+        has_min_ps=bool(sampling.min_ps[rows].any()),
         uniforms=column(uniforms(sampling.seeds[rows], sampling.positions[rows])),
     )
 
 
 def _pick_by_id(rows: _Rows) -> torch.Tensor:
     """[N] ids."""
-    if rows.min_ps.any():
+    if rows.has_min_ps:
         rows.scaled.masked_fill_(rows.scaled < rows.min_ps.log(), -torch.inf)
     return _invert(torch.softmax(rows.scaled, dim=1), rows.uniforms)
 
