@@ -1,0 +1,146 @@
+"""An HTTP client that takes as little of the measured server's cores as it can: it notes when bytes come.
+
+What they mean is worked out when all of them are there. Every request has a connection of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+TIMEOUT_S = 600
+RECEIVE_BYTES = 2**18
+
+TimedBytes = list[tuple[float, bytes]]
+"""Bytes, each piece with the time in seconds since the start at which it had come."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and the path that its URLs begin with."""
+
+    host: str
+    port: int
+    prefix: str = ""
+
+
+@dataclass
+class Response:
+    """What came over one connection until the server closed it."""
+
+    received: TimedBytes = field(default_factory=list)
+
+    @property
+    def end_s(self) -> float:
+        """When the last byte had come."""
+        return self.received[-1][0] if self.received else 0.0
+
+    def body(self) -> TimedBytes:
+        """The body, chunk by chunk where it has chunks. Raises RuntimeError for an error status or a cut answer."""
+        raw = b"".join(data for _, data in self.received)
+        head, separator, _ = raw.partition(b"\r\n\r\n")
+        if not separator:
+            raise RuntimeError(f"the server closed the connection after {raw[:200]!r}")
+        status_line, *lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        start = len(head) + len(separator)
+        if status_line.split(" ")[1] != "200":
+            raise RuntimeError(f"the server answered {status_line!r}: {raw[start:][:500].decode(errors='replace')}")
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            return self._chunks(raw, start)
+        if len(raw) - start != int(headers.get("content-length", len(raw) - start)):
+            raise RuntimeError(f"the answer ends after {len(raw) - start} of {headers['content-length']} bytes")
+        return self._pieces(start)
+
+    def _pieces(self, start: int) -> TimedBytes:
+        pieces: TimedBytes = []
+        for time_s, data in self.received:
+            if len(data) > start:
+                pieces.append((time_s, data[start:]))
+            start = max(0, start - len(data))
+        return pieces
+
+    def _chunks(self, raw: bytes, position: int) -> TimedBytes:
+        ends = list(itertools.accumulate(len(data) for _, data in self.received))
+        chunks: TimedBytes = []
+        while True:
+            line_end = raw.find(b"\r\n", position)
+            size = int(raw[position:line_end].split(b";")[0], 16) if line_end >= 0 else 0
+            start, position = line_end + 2, line_end + 2 + size + 2
+            if line_end < 0 or position > len(raw):
+                raise RuntimeError("the server closed the connection in the middle of its answer")
+            if size == 0:
+                return chunks
+            time_s, _ = self.received[bisect.bisect_left(ends, start + size)]
+            chunks.append((time_s, raw[start : start + size]))
+
+
+def split_messages(body: TimedBytes, delimiter: bytes) -> TimedBytes:
+    """The messages of a stream, each with the time at which its end came. Raises RuntimeError for half a message."""
+    messages: TimedBytes = []
+    rest = b""
+    for time_s, data in body:
+        *whole, rest = (rest + data).split(delimiter)
+        messages += [(time_s, message) for message in whole]
+    if rest:
+        raise RuntimeError(f"the stream ends in {rest[-200:]!r}")
+    return messages
+
+
+def post_bytes(address: Address, path: str, fields: dict[str, Any]) -> bytes:
+    """A POST request with a JSON body, after which the server shall close the connection."""
+    body = json.dumps(fields).encode()
+    lines = [
+        f"POST {address.prefix}{path} HTTP/1.1",
+        f"Host: {address.host}:{address.port}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def exchange(address: Address, requests: Sequence[bytes], timeout_s: float = TIMEOUT_S) -> list[Response]:
+    """Sends all requests at once and reads until every connection is closed. Raises TimeoutError."""
+    responses = [Response() for _ in requests]
+    start_s = time.perf_counter()
+    with selectors.DefaultSelector() as selector:
+        for request, response in zip(requests, responses):
+            connection = socket.create_connection((address.host, address.port), timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(request)
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ, response)
+        try:
+            _receive_all(selector, start_s, timeout_s)
+        finally:
+            for key in list(selector.get_map().values()):
+                _connection(key).close()
+    return responses
+
+
+def _receive_all(selector: selectors.BaseSelector, start_s: float, timeout_s: float) -> None:
+    while selector.get_map():
+        ready = selector.select(timeout_s)
+        if not ready:
+            raise TimeoutError(f"the server sent nothing for {timeout_s} s")
+        for key, _ in ready:
+            connection = _connection(key)
+            data = connection.recv(RECEIVE_BYTES)
+            if data:
+                key.data.received.append((time.perf_counter() - start_s, data))
+            else:
+                selector.unregister(connection)
+                connection.close()
+
+
+def _connection(key: selectors.SelectorKey) -> socket.socket:
+    assert isinstance(key.fileobj, socket.socket)
+    return key.fileobj
