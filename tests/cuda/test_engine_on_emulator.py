@@ -31,6 +31,7 @@ SHARED = [7, 99, 23, 54, 201, 13, 77, 140, 5, 31, 62, 88, 250, 17, 40, 111, 90, 
 # Lengths around the edges of blocks of 8, then two that begin with the same 20 tokens.
 PROMPTS = [[(17 * i + 5 * n) % 254 + 2 for i in range(n)] for n in (1, 7, 8, 17, 40)]
 PROMPTS += [SHARED + [(31 * i + n) % 254 + 2 for i in range(n)] for n in (3, 12)]
+TENSOR_CORE_SIZES: dict[str, Any] = {"head_dim": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
 @cache
@@ -132,10 +133,10 @@ def test_chunks_preemption_and_prefix_hits_change_no_token(
     assert things_that_happened(engines[0]) >= happens
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_launch_of_the_engine_is_clean(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 64)])
+def test_every_launch_of_the_engine_is_clean(dtype: torch.dtype, head_dim: int) -> None:
     """No race, no access outside of the tensors that a launch was given, the same bits in every order of threads."""
-    folder = cached_checkpoint("qwen3", dtype=dtype, num_hidden_layers=1)
+    folder = cached_checkpoint("qwen3", dtype=dtype, num_hidden_layers=1, head_dim=head_dim)
     sizes: dict[str, Any] = {"max_num_batched_tokens": 24, "num_blocks": 13}
     checked, plain = (
         Engine(runner_of(folder, dtype, on_emulator=True, is_checked=is_checked, **sizes))
@@ -156,6 +157,25 @@ def things_that_happened(engine: Engine) -> set[str]:
         "decodes beside chunks": any(0 < step.shape.num_decodes < step.shape.num_seqs for step in engine.steps),
     }
     return {name for name, is_true in happened.items() if is_true}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tokens_from_tensor_cores(dtype: torch.dtype) -> None:
+    """Each token is the best in float32 after those before it, up to what the dtype costs Hugging Face in logits."""
+    folder = cached_checkpoint("llama", dtype=dtype, **TENSOR_CORE_SIZES)
+    engine = Engine(runner_of(folder, dtype, on_emulator=True, max_num_batched_tokens=24, num_blocks=13))
+    ids = engine.run()
+    assert things_that_happened(engine) >= {"preemption", "chunk after a cached prefix", "decodes beside chunks"}
+    exact, rounded = (reference_model(folder, dtype=kind) for kind in (torch.float32, dtype))
+    num_clear = 0
+    for prompt, row in zip(PROMPTS, ids):
+        tokens = torch.tensor([prompt + row])
+        with torch.inference_mode():
+            logits, other = (model(tokens).logits[0, len(prompt) - 1 : -1].float() for model in (exact, rounded))
+        is_near_best = logits >= logits.amax(dim=1, keepdim=True) - 2 * (logits - other).abs().max()
+        assert is_near_best.gather(1, torch.tensor(row)[:, None]).all()
+        num_clear += int((is_near_best.sum(dim=1) == 1).sum())
+    assert num_clear > len(PROMPTS) * NUM_TOKENS / 2, "few tokens could have been told from a wrong one"
 
 
 def test_bfloat16_is_as_near_to_float32_as_the_cpu_path() -> None:
