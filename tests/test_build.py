@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
-from tests.helpers.checkpoints import cached_checkpoint, copy_checkpoint, edit_json
-from vllm_lite import build
+from tests.helpers.checkpoints import cached_checkpoint, copy_checkpoint, edit_json, reference_greedy
+from tests.helpers.cpu_kernels import missing_requirement
+from vllm_lite import SamplingParams, build
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import StartupError
+from vllm_lite.kernels.cpu_library import cpu_flags
 from vllm_lite.worker.hub import default_model_path
 
 
@@ -77,3 +81,50 @@ def test_tokenizer_of_another_model() -> None:
     other = make_parts(model=folder, tokenizer=str(default_model_path())).tokenizer.encode("hello world")
     assert len(own) == 11
     assert len(other) == 2
+
+
+def test_without_a_compiler_torch_gives_the_same_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm_lite.kernels.cpu.find_compiler", lambda: None)
+    folder = cached_checkpoint("llama")
+    parts = make_parts(model=str(folder), device="cpu")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "torch computes everything" in warning and "apt install g++" in warning
+    prompt = [7, 99, 23, 54, 201]
+    assert generate(parts, prompt, 20) == reference_greedy(folder, prompt, 20)
+
+
+@pytest.mark.parametrize("flag", ["half", "float16"])
+def test_float16_is_computed_in_what_the_cpu_kernels_know(
+    flag: Literal["half", "float16"], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so, once; the answer is that of the checkpoint in float32, or near it in bfloat16."""
+    if (missing := missing_requirement()) is not None:
+        pytest.skip(missing)
+    folder = cached_checkpoint("llama", dtype=torch.float16)
+    config = EngineConfig(model=str(folder), num_kv_blocks=64, num_threads=1, device="cpu", dtype=flag)
+    with caplog.at_level(logging.INFO, "vllm_lite"):
+        parts = build.build_parts(config)
+    used = "bfloat16" if "avx512_bf16" in cpu_flags() else "float32"
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "float16 is not" in line] == [
+        f"float16 is not what this cpu computes in at full speed: running in {used}"
+    ]
+    assert any(line.startswith(f"LlamaForCausalLM in {used} on 1 threads") for line in lines)
+    prompt = [7, 99, 23, 54, 201]
+    output = generate(parts, prompt, 20)
+    if used == "float32":
+        assert output == reference_greedy(folder, prompt, 20)
+    assert len(output) == 20
+
+
+def generate(parts: build.EngineParts, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy ids."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    parts.engine.add_request("one", None, list(prompt), params)
+    output: list[int] = []
+    while parts.engine.has_unfinished:
+        for delta in parts.engine.step(parts.executor):
+            output.extend(delta.outputs[0].token_ids)
+    return output

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vllm_lite.kernels.cache_folder import private_cache_folder
-from vllm_lite.kernels.cpu import FLAGS, PANEL_ROWS, CpuKernels, build_library, cpu_flags, find_compiler
-from vllm_lite.kernels.cpu import missing_instructions as missing_instructions_of
+from vllm_lite.kernels.cpu import PANEL_ROWS, CpuKernels
+from vllm_lite.kernels.cpu_library import FLAGS, build_library, cpu_flags, find_compiler, missing_instructions
 from vllm_lite.ops.workspace import Workspace
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def missing_requirement() -> str | None:
     """Why the CPU kernels cannot be tested here."""
     if find_compiler() is None:
         return "there is no C++ compiler"
-    return missing_instructions_of(cpu_flags())
+    return missing_instructions(cpu_flags())
 
 
 @cache

@@ -23,7 +23,8 @@ REAL = "vllm_lite.entrypoints.api_server"
 FAKE = "tests.helpers.fake_server"
 """The same server, on an engine that plays back a script."""
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 180
+"""Where two test processes compile the CPU kernels on two cores; a few seconds otherwise."""
 SOCKET_TIMEOUT_S = 30
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.worker.test_hf_config import read, write_config
 from vllm_lite.config import EngineConfig, ModelConfig
-from vllm_lite.kernels.cpu import cpu_flags
+from vllm_lite.kernels.cpu_library import cpu_flags
 from vllm_lite.worker import dtype as dtype_module
 from vllm_lite.worker.dtype import resolve_dtype
 

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <ctime>
 #include <immintrin.h>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -37,11 +38,12 @@ int64_t now_ns() {
 
 class Team {
  public:
-  Team(int num_threads, int64_t scratch_bytes, const int32_t* cpus) : num_threads_(num_threads), scratch_bytes_(scratch_bytes) {
+  Team(int num_threads, int64_t scratch_bytes, const int32_t* cpus)
+      : num_threads_(num_threads), scratch_bytes_(scratch_bytes) {
     for (int thread = 0; thread < num_threads; ++thread) {
       void* scratch = nullptr;
       if (posix_memalign(&scratch, 4096, scratch_bytes) != 0) throw std::bad_alloc();
-      scratch_.push_back(scratch);
+      scratch_.emplace_back(scratch, &free);
     }
     for (int thread = 1; thread < num_threads; ++thread) {
       pthread_t handle;
@@ -56,10 +58,7 @@ class Team {
     }
   }
 
-  ~Team() {
-    stop();
-    for (void* scratch : scratch_) free(scratch);
-  }
+  ~Team() { stop(); }
 
   void run(const Command* commands, int64_t num_commands, const StepCounters* step) {
     commands_ = commands;
@@ -114,7 +113,7 @@ class Team {
   }
 
   void run_commands(int thread) {
-    const Task task{*step_, thread, num_threads_, next_, scratch_[thread], scratch_bytes_};
+    const Task task{*step_, thread, num_threads_, next_, scratch_[thread].get(), scratch_bytes_};
     const Command* commands = commands_;
     const int64_t num_commands = num_commands_;
     for (int64_t i = 0; i < num_commands; ++i) {
@@ -161,7 +160,7 @@ class Team {
   const int num_threads_;
   const int64_t scratch_bytes_;
   std::vector<pthread_t> workers_;
-  std::vector<void*> scratch_;
+  std::vector<std::unique_ptr<void, decltype(&free)>> scratch_;
   const Command* commands_ = nullptr;
   int64_t num_commands_ = 0;
   const StepCounters* step_ = nullptr;

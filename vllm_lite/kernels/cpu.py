@@ -1,4 +1,4 @@
-"""Makes kernels of the files in cpu/ and runs them: everything that is a C++ compiler or a thread team. Knows no op.
+"""Runs the kernels of the files in cpu/ on a team of threads. Knows no op, and nothing of how a library is compiled.
 
 A kernel is called by name with tensors and numbers, which its signature in the library is checked against. Called
 while a list is captured it is only noted down; replaying the list runs all of it in one go. The sizes of a step are not
@@ -9,17 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import re
-import shutil
 import struct
-import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -29,17 +21,21 @@ import torch
 
 from vllm_lite.errors import StartupError
 from vllm_lite.kernels.cache_folder import private_cache_folder
+from vllm_lite.kernels.cpu_library import (
+    FLAGS,
+    CompileError,
+    build_library,
+    cpu_flags,
+    find_compiler,
+    missing_instructions,
+)
 
 logger = logging.getLogger(__name__)
 
-COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi", "-Wno-ignored-attributes")
-LINK_FLAGS = ("-shared", "-pthread")
 SCRATCH_BYTES = 4 * 2**20
 """Of each thread. Panels of 16 rows of the widest weight must fit."""
 PANEL_ROWS = 16
 """Rows of a weight that are packed together: COLUMNS in vector.h."""
-COMPILER_TIMEOUT_S = 300
 
 COUNTERS = ("num_tokens", "num_seqs", "num_decodes", "num_rows")
 """What kernels read of a step, in the order of StepCounters in task.h."""
@@ -234,28 +230,6 @@ def _pack(name: str, signature: str, arguments: Sequence[Argument]) -> ctypes.Ar
     return (ctypes.c_char * len(packed)).from_buffer_copy(packed)
 
 
-def source_folder() -> Path:
-    """Where the kernels' sources are."""
-    return Path(__file__).resolve().parents[1] / "cpu"
-
-
-def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The instruction sets that Linux reports; empty on other systems."""
-    if not path.exists():
-        return frozenset()
-    flags = re.search(r"^flags\s*:(.*)$", path.read_text(), re.MULTILINE)
-    return frozenset(flags[1].split()) if flags else frozenset()
-
-
-def missing_instructions(flags: frozenset[str]) -> str | None:
-    """Why the kernels cannot run on a CPU, None where they can."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"they are written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
-    if "avx512f" in flags or {"avx2", "fma"} <= flags:
-        return None
-    return "they need a CPU with AVX2 and FMA"
-
-
 def load_cpu_kernels(num_threads: int, cores: Sequence[int]) -> CpuKernels | None:
     """The kernels, compiled if they are not in the cache; None and one warning where that cannot be.
 
@@ -267,59 +241,11 @@ def load_cpu_kernels(num_threads: int, cores: Sequence[int]) -> CpuKernels | Non
         reason = "there is no C++ compiler (apt install g++, or another package that brings c++, g++ or clang++)"
     if reason is None and compiler is not None:
         try:
-            return CpuKernels(build_library(compiler, private_cache_folder("cpu")), num_threads, cores)
+            library = build_library(compiler, private_cache_folder("cpu"), FLAGS)
+            return CpuKernels(library, num_threads, cores)
         except (CompileError, OSError) as error:
             reason = str(error)
     logger.warning(
         "the CPU kernels cannot be used, so torch computes everything, at a fraction of the speed: %s", reason
     )
     return None
-
-
-def find_compiler() -> str | None:
-    """The path of the system's C++ compiler."""
-    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
-
-
-def build_library(compiler: str, cache: Path, flags: Sequence[str] = FLAGS, folder: Path | None = None) -> Path:
-    """The compiled kernels, from the cache folder where they are there already.
-
-    A library is named by everything it depends on: sources, flags, compiler, and the CPU whose instructions it uses.
-    Several processes may build at once: each writes files of its own and moves the library to its name when it is
-    whole. Raises StartupError with the compiler's message.
-    """
-    folder = source_folder() if folder is None else folder
-    sources = sorted(folder.glob("*.cpp"))
-    version = _run([compiler, "--version"])
-    parts = [*flags, *LINK_FLAGS, version, platform.machine(), *sorted(cpu_flags())]
-    digest = hashlib.sha256("\n".join(parts).encode())
-    for path in sorted([*sources, *folder.glob("*.h")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    library = cache / f"kernels-{digest.hexdigest()[:32]}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as building:
-        objects = [Path(building) / f"{source.stem}.o" for source in sources]
-        commands = [[compiler, *flags, "-c", str(path), "-o", str(out)] for path, out in zip(sources, objects)]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
-        linked = Path(building) / library.name
-        _run([compiler, *flags, *LINK_FLAGS, *map(str, objects), "-o", str(linked)])
-        linked.replace(library)
-    return library
-
-
-def _run(command: list[str]) -> str:
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=COMPILER_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompileError(f"{command[0]} cannot be run: {error}") from error
-    if result.returncode != 0:
-        raise CompileError(f"{' '.join(command)} failed with exit code {result.returncode}:\n{result.stderr.strip()}")
-    return result.stdout
-
-
-class CompileError(Exception):
-    """The compiler cannot be run or refuses the sources; the text holds its message."""

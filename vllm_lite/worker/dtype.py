@@ -7,7 +7,7 @@ import logging
 import torch
 
 from vllm_lite.config import EngineConfig, ModelConfig
-from vllm_lite.kernels.cpu import cpu_flags
+from vllm_lite.kernels.cpu_library import cpu_flags
 
 logger = logging.getLogger(__name__)
 
