@@ -34,9 +34,10 @@ from scripts.bench.engine_runner import EngineRunner
 from scripts.bench.figures import spread
 from scripts.bench.hugging_face_runner import HuggingFaceRunner
 from scripts.bench.machine import machine
+from scripts.bench.prompts import PromptMaker, open_tokenizer
 from scripts.bench.protocols import NativeProtocol, OpenAIProtocol, WireProtocol, first_model
 from scripts.bench.rounds import Rounds, spread_text, summary
-from scripts.bench.workloads import PromptMaker, Workload, absolute_model, engine_options, open_tokenizer
+from scripts.bench.workloads import Workload, absolute_model, engine_options
 from vllm_lite.kernels.topology import physical_cores
 
 WORKLOADS = ("single", "batch", "long", "ready", "idle")

@@ -47,7 +47,7 @@ class InProcess:
         try:
             self._pipe.send((workload, prompts))
             run = self._pipe.recv()
-        except (EOFError, BrokenPipeError) as error:
+        except (EOFError, ConnectionError) as error:
             raise RuntimeError(f"the process of {self.name} has ended; what it wrote to stderr says why") from error
         assert isinstance(run, Run)
         return run

@@ -65,8 +65,7 @@ def undisturbed(run: Callable[[], Value], sample: Callable[[], Sample], limits: 
     """Runs until a run was not disturbed, at most `max_tries` times."""
     best: Measured[Value] | None = None
     for num_discarded in range(limits.max_tries):
-        wait_until_idle(sample, limits)
-        before = sample()
+        before = wait_until_idle(sample, limits)
         value = run()
         foreign = foreign_cores(before, sample())
         is_disturbed = foreign > limits.max_foreign
@@ -80,16 +79,16 @@ def undisturbed(run: Callable[[], Value], sample: Callable[[], Sample], limits: 
     return best
 
 
-def wait_until_idle(sample: Callable[[], Sample], limits: Limits) -> None:
-    """Returns as soon as other processes leave the machine alone, or when the time for that is over."""
-    before = sample()
-    end_s = before.time_s + limits.idle_wait_s
-    while before.time_s < end_s:
+def wait_until_idle(sample: Callable[[], Sample], limits: Limits) -> Sample:
+    """Returns, with the last sample, once other processes leave the machine alone or the time for that is over."""
+    last = sample()
+    end_s = last.time_s + limits.idle_wait_s
+    is_idle = False
+    while last.time_s < end_s and not is_idle:
         time.sleep(WINDOW_S)
-        after = sample()
-        if foreign_cores(before, after) <= limits.max_foreign:
-            return
-        before = after
+        before, last = last, sample()
+        is_idle = foreign_cores(before, last) <= limits.max_foreign
+    return last
 
 
 def take_sample(own_ids: Iterable[int], proc: Path = PROC) -> Sample:
