@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import vllm_lite
-from vllm_lite.kernels.cpu import cpu_flags, find_compiler
+from vllm_lite.kernels.cpu_library import cpu_flags, find_compiler
 from vllm_lite.kernels.topology import available_cpus, physical_cores
 
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")

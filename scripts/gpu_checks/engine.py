@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from scripts.bench_throughput import engine_run
 from scripts.gpu_checks.outcome import Outcome, passed_if
 from tests.helpers.checkpoints import cached_checkpoint, reference_greedy
-from vllm_lite import build
+from vllm_lite import SamplingParams, build
 from vllm_lite.config import EngineConfig
 
 NUM_TOKENS = 24
@@ -25,7 +24,15 @@ def generate(folder: Path, device: str, **fields: Any) -> list[list[int]]:
     """Greedy ids of all prompts at once, in steps small enough for prompts to come in chunks."""
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_kv_blocks": 80, "dtype": "float32"}
     parts = build.build_parts(EngineConfig(model=str(folder), device=device, **{**sizes, **fields}))  # type: ignore[arg-type]
-    return engine_run(parts, PROMPTS, NUM_TOKENS)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    generated: dict[str, list[int]] = {}
+    for index, prompt in enumerate(PROMPTS):
+        parts.engine.add_request(str(index), None, prompt, params)
+        generated[str(index)] = []
+    while parts.engine.has_unfinished:
+        for delta in parts.engine.step(parts.executor):
+            generated[delta.request_id].extend(delta.outputs[0].token_ids)
+    return list(generated.values())
 
 
 def check_greedy(device: str = "cuda", families: Sequence[str] = FAMILIES) -> Outcome:
