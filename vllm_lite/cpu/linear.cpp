@@ -53,7 +53,7 @@ void multiply(const Task& task, const T* x, int64_t x_stride, int64_t num_rows, 
       };
       if constexpr (IS_WIDENED<T>) {
         if (num_tiles >= TILES_WORTH_WIDENING) {
-          const auto wide = widened<T, MAX_PANELS>(source, num_panels, wide_panels);
+          const auto wide = gathered<T, MAX_PANELS>(source, num_panels, wide_panels);
           for_tiles([&](int rows, const float* x) {
             multiply_rows<float>(rows, x, stride, wide, num_panels, tile, tile_stride);
           });

@@ -33,11 +33,11 @@ struct PackedPanels {
   }
 };
 
-// `count` panels of any source as floats in `memory`, one after the other. Worth it where many tiles use them; every
-// element's sum stays the same.
+// `count` panels of any source side by side in `memory`, as floats where products take T as floats. Worth it where many
+// tiles use them; every element's sum stays the same.
 template <class T, int MOST, class Panels>
-PackedPanels<float, false, MOST> widened(Panels panels, int count, float* memory) {
-  PackedPanels<float, false, MOST> result{{}, panels.num_segments() * panels.segment_size()};
+PackedPanels<Operand<T>, false, MOST> gathered(Panels panels, int count, Operand<T>* memory) {
+  PackedPanels<Operand<T>, false, MOST> result{{}, panels.num_segments() * panels.segment_size()};
   for (int p = 0; p < count; ++p) result.panels[p] = memory + p * COLUMNS * result.size;
   int64_t start = 0;
   for (int64_t segment = 0; segment < panels.num_segments(); ++segment) {
@@ -45,10 +45,14 @@ PackedPanels<float, false, MOST> widened(Panels panels, int count, float* memory
     for (int p = 0; p < count; ++p)
       for (int64_t k = 0; k < panels.segment_size(); k += STEP<T>)
         UNROLL for (int v = 0; v < VECS; ++v) {
-          float* to = memory + (p * result.size + start + k) * COLUMNS + v * LANES;
+          Operand<T>* to = memory + (p * result.size + start + k) * COLUMNS + v * LANES * STEP<Operand<T>>;
           const IntVec words = panels.words(p, k, v);
-          store(to, (Vec)(STEP<T> == 2 ? words << 16 : words));
-          if (STEP<T> == 2) store(to + COLUMNS, (Vec)(words & static_cast<int32_t>(0xffff0000)));
+          if constexpr (!IS_WIDENED<T>) {
+            store_words(to, words);
+          } else {
+            store(to, (Vec)(words << 16));
+            store(to + COLUMNS, (Vec)(words & static_cast<int32_t>(0xffff0000)));
+          }
         }
     start += panels.segment_size();
   }

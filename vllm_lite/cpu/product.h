@@ -47,15 +47,15 @@ static void multiply_panels(const Operand<T>* x, int64_t x_stride, const Source&
     if (first < end) multiply_panels<T, ROWS, PANELS / 2>(x, x_stride, source, first, end, tile, tile_stride);
 }
 
-// The same for numbers of rows (MAX_ROWS at most) and panels known at run time. source.take<N>(p) gives N panels from
+// The same for numbers of rows (MAX_ROWS at most) and panels known at run time, MOST of them side by side in a tile. source.take<N>(p) gives N panels from
 // the p-th on.
-template <class T, class Source, int ROWS = MAX_ROWS>
+template <class T, int MOST = MAX_PANELS, int ROWS = MAX_ROWS, class Source>
 INLINE void multiply_rows(int rows, const Operand<T>* x, int64_t x_stride, const Source& source, int num_panels,
                           float* tile, int tile_stride) {
   if constexpr (ROWS > 0) {
     if (rows == ROWS)
-      multiply_panels<T, ROWS, max_panels(ROWS)>(x, x_stride, source, 0, num_panels, tile, tile_stride);
+      multiply_panels<T, ROWS, (MOST < max_panels(ROWS) ? MOST : max_panels(ROWS))>(x, x_stride, source, 0, num_panels, tile, tile_stride);
     else
-      multiply_rows<T, Source, ROWS - 1>(rows, x, x_stride, source, num_panels, tile, tile_stride);
+      multiply_rows<T, MOST, ROWS - 1>(rows, x, x_stride, source, num_panels, tile, tile_stride);
   }
 }

@@ -209,6 +209,7 @@ INLINE IntVec load_words(const void* p, int n) {
   memcpy(&result, p, 4 * n);
   return result;
 }
+INLINE void store_words(void* p, IntVec words) { *static_cast<UnalignedIntVec*>(p) = words; }
 // Eight words from each of two places.
 INLINE IntVec join_words(const void* low, const void* high) {
   IntVec result;

@@ -1,4 +1,4 @@
-"""Calls the attention kernels of cpu/attention.cpp: decodes, cut in partitions where that helps, and prompt chunks."""
+"""Calls the attention kernels of cpu/attention.h: decodes, cut in partitions where that helps, and prompt chunks."""
 
 from __future__ import annotations
 

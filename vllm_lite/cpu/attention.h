@@ -16,6 +16,10 @@
 //   partials                results of partitions, partials_size floats
 //
 // Slots beyond a context may hold anything, NaN included.
+//
+// A header, so that the compiler works on the two dtypes at the same time.
+#pragma once
+
 #include <algorithm>
 
 #include "kv_cache.h"
@@ -28,8 +32,8 @@ constexpr int64_t PARTITION = 256;
 constexpr int64_t TILE_ROWS = 48;
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t MAX_BLOCK_SIZE = 32;
-// With so many rows it pays to turn a partition's bf16 into floats first.
-constexpr int64_t ROWS_WORTH_WIDENING = 3 * MAX_ROWS;
+// With so many rows it pays to bring a partition's keys and values together first.
+constexpr int64_t ROWS_WORTH_GATHERING = 3 * MAX_ROWS;
 
 int64_t padded(int64_t size) { return (size + COLUMNS - 1) / COLUMNS * COLUMNS; }
 
@@ -70,14 +74,14 @@ struct Scratch {
   alignas(64) float outs[TILE_ROWS * MAX_HEAD_DIM];            // of one partition
   alignas(64) float merged[TILE_ROWS * MAX_HEAD_DIM];
   alignas(64) T last_values[MAX_BLOCK_SIZE * MAX_HEAD_DIM];    // a block whose end is not part of the context
-  alignas(64) float panels[PARTITION * MAX_HEAD_DIM];          // keys or values, where many rows take them as floats
+  alignas(64) Operand<T> panels[PARTITION * MAX_HEAD_DIM];     // keys or values, where many rows take them
   float max[TILE_ROWS], sum[TILE_ROWS];                        // of one partition
   float merged_max[TILE_ROWS], merged_sum[TILE_ROWS];
 };
 
-// Keys in groups of 16, a group's two halves possibly in two blocks, as a source of `multiply_rows`. IS_STREAM: they come
-// from memory, and so do the values that are needed next; both are asked for ahead of their use.
-template <class T, bool IS_STREAM, int GROUPS>
+// Keys in groups of 16, a group's two halves possibly in two blocks, as a source of `multiply_rows`. They come from
+// memory, and so do the values that are needed next: both are asked for ahead of their use.
+template <class T, int GROUPS>
 struct KeyGroups {
   static constexpr int GROUPS_AHEAD = 4;
   // The last ones repeat a group, so that there is always one ahead.
@@ -87,8 +91,8 @@ struct KeyGroups {
   bool is_split;
 
   template <int N>
-  KeyGroups<T, IS_STREAM, N> take(int first) const {
-    KeyGroups<T, IS_STREAM, N> result{{}, {}, row_size, head_dim, is_split};
+  KeyGroups<T, N> take(int first) const {
+    KeyGroups<T, N> result{{}, {}, row_size, head_dim, is_split};
     memcpy(result.halves, halves + first, sizeof result.halves);
     memcpy(result.values, values + first, sizeof result.values);
     return result;
@@ -99,7 +103,7 @@ struct KeyGroups {
   IntVec words(int group, int64_t k, int v) const {
     const int64_t at = k / STEP<T> * row_size;
     const T* const* half = halves[group];
-    if (IS_STREAM && v == 0) {
+    if (v == 0) {
       __builtin_prefetch(halves[group + GROUPS_AHEAD][0] + at);
       __builtin_prefetch(values[group] + k * COLUMNS);
     }
@@ -135,8 +139,9 @@ struct ValueColumns {
 
 // Calls each(first row, number of rows) for tiles of products.
 template <class Each>
-INLINE void for_tiles(int64_t begin, int64_t end, const Each& each) {
-  for (int64_t r = begin; r < end; r += MAX_ROWS) each(r, static_cast<int>(std::min<int64_t>(MAX_ROWS, end - r)));
+INLINE void for_tiles(int64_t num_rows, const Each& each) {
+  for (int64_t r = 0; r < num_rows; r += MAX_ROWS)
+    each(r, static_cast<int>(std::min<int64_t>(MAX_ROWS, num_rows - r)));
 }
 
 // The queries of a tile as operands of products, [num_rows, head_dim].
@@ -158,7 +163,7 @@ void score_keys(const Call<T>& call, const Tile& tile, const Operand<T>* queries
                 int64_t end, Scratch<T>& scratch) {
   const CacheLayout& layout = call.layout;
   const int num_groups = static_cast<int>((end - begin + COLUMNS - 1) / COLUMNS);
-  KeyGroups<T, true, PARTITION / COLUMNS> source{{}, {}, layout.block_size * STEP<T>, layout.head_dim, layout.block_size < COLUMNS};
+  KeyGroups<T, PARTITION / COLUMNS> source{{}, {}, layout.block_size * STEP<T>, layout.head_dim, layout.block_size < COLUMNS};
   for (int g = 0; g < num_groups; ++g)
     for (int half = 0; half < 2; ++half) {
       // A half beyond the context stands for keys that are masked: any valid address will do.
@@ -171,24 +176,16 @@ void score_keys(const Call<T>& call, const Tile& tile, const Operand<T>* queries
     }
   for (int g = 0; g < source.GROUPS_AHEAD; ++g) source.halves[num_groups + g][0] = source.halves[num_groups - 1][0];
   float* scores = scratch.scores + (begin - first);
-  const int64_t head_dim = layout.head_dim;
-  if constexpr (IS_WIDENED<T>) {
-    if (tile.num_rows >= ROWS_WORTH_WIDENING) {
-      const auto wide = widened<T, PARTITION / COLUMNS>(source, num_groups, scratch.panels);
-      for_tiles(0, tile.num_rows, [&](int64_t r, int rows) {
-        multiply_rows<float>(rows, queries + r * head_dim, head_dim, wide, num_groups, scores + r * PARTITION, PARTITION);
-      });
-      return;
-    }
-  }
-  KeyGroups<T, false, PARTITION / COLUMNS> near{{}, {}, source.row_size, source.head_dim, source.is_split};
-  memcpy(near.halves, source.halves, sizeof near.halves);
-  const auto score_rows = [&](const auto& groups, int64_t r, int rows) {
-    multiply_rows<T>(rows, queries + r * head_dim, head_dim, groups, num_groups, scores + r * PARTITION, PARTITION);
+  const auto multiply = [&](auto element, const auto& keys) {
+    for_tiles(tile.num_rows, [&](int64_t r, int rows) {
+      multiply_rows<decltype(element)>(rows, queries + r * layout.head_dim, layout.head_dim, keys, num_groups,
+                                       scores + r * PARTITION, PARTITION);
+    });
   };
-  const int64_t first_rows = std::min<int64_t>(MAX_ROWS, tile.num_rows);
-  score_rows(source, 0, static_cast<int>(first_rows));
-  for_tiles(first_rows, tile.num_rows, [&](int64_t r, int rows) { score_rows(near, r, rows); });
+  if (tile.num_rows < ROWS_WORTH_GATHERING)
+    multiply(T{}, source);
+  else
+    multiply(Operand<T>{}, gathered<T, PARTITION / COLUMNS>(source, num_groups, scratch.panels));
 }
 
 INLINE IntVec lane_numbers() {
@@ -255,19 +252,18 @@ void sum_values(const Call<T>& call, const Tile& tile, int64_t first, int64_t be
   const Operand<T>* weights = scratch.weights + (begin - first);
   const ValueColumns<T, false> whole{blocks, num_blocks, block_size, head_dim};
   const ValueColumns<T, true> rest{blocks, num_blocks, block_size, head_dim, num_whole * COLUMNS};
-  const auto sum = [&](auto element, const auto& panels, int num_panels, int64_t column) {
-    for_tiles(0, tile.num_rows, [&](int64_t r, int rows) {
-      multiply_rows<decltype(element)>(rows, weights + r * PARTITION, PARTITION, panels, num_panels,
-                                       scratch.outs + r * out_size + column, static_cast<int>(out_size));
+  const auto multiply = [&](auto element, auto most_panels, const auto& panels, int num_panels, int64_t column) {
+    for_tiles(tile.num_rows, [&](int64_t r, int rows) {
+      multiply_rows<decltype(element), most_panels>(rows, weights + r * PARTITION, PARTITION, panels, num_panels,
+                                                    scratch.outs + r * out_size + column, static_cast<int>(out_size));
     });
   };
-  bool is_widened = false;
-  if constexpr (IS_WIDENED<T>) {
-    is_widened = tile.num_rows >= ROWS_WORTH_WIDENING;
-    if (is_widened) sum(float{}, widened<T, MAX_HEAD_DIM / COLUMNS>(whole, num_whole, scratch.panels), num_whole, 0);
-  }
-  if (!is_widened) sum(T{}, whole, num_whole, 0);
-  if (head_dim % COLUMNS != 0) sum(T{}, rest, 1, num_whole * COLUMNS);
+  constexpr std::integral_constant<int, MAX_PANELS> MANY;
+  if (tile.num_rows < ROWS_WORTH_GATHERING)
+    multiply(T{}, MANY, whole, num_whole, 0);
+  else
+    multiply(Operand<T>{}, MANY, gathered<T, MAX_HEAD_DIM / COLUMNS>(whole, num_whole, scratch.panels), num_whole, 0);
+  if (head_dim % COLUMNS != 0) multiply(T{}, std::integral_constant<int, 1>(), rest, 1, num_whole * COLUMNS);
 }
 
 // The tile's rows over one partition: `max`, `sum` and `outs` of the scratch memory.
@@ -472,7 +468,3 @@ void prefill(const Task& task, const T* query, const T* key_cache, const T* valu
 }
 
 }  // namespace
-
-EXPORT_TYPES(decode, decode)
-EXPORT_TYPES(merge_decode, merge_decode)
-EXPORT_TYPES(prefill, prefill)
