@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,13 @@ PATHS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": ("-O0", "-march=haswell", "-DVECTOR_LANES=16", "-DEMULATE_BF16_DOT"),
 }
 
+SANITIZED = "CPU_KERNELS_SANITIZED"
+"""Set in the environment: the tests run on kernels that watch their own accesses and arithmetic (`test_sanitizers`)."""
+SANITIZERS = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZED_PATHS = {path: (*PATHS[path], *SANITIZERS) for path in ("native", "avx512_bf16")}
+if SANITIZED in os.environ:
+    PATHS = SANITIZED_PATHS
+
 
 def missing_requirement() -> str | None:
     """Why the CPU kernels cannot be tested here."""
@@ -32,15 +41,19 @@ def missing_requirement() -> str | None:
     return missing_instructions(cpu_flags())
 
 
-@cache
-def cpu_kernels(path: str = "native", num_threads: int = 2) -> CpuKernels:
-    """Compiled once for all tests."""
+def compiled(flags: tuple[str, ...]) -> Path:
+    """The kernels' library with more flags than usual."""
     if (missing := missing_requirement()) is not None:
         pytest.skip(missing)
     compiler = find_compiler()
     assert compiler is not None
-    library = build_library(compiler, private_cache_folder("cpu"), (*FLAGS, *PATHS[path]))
-    kernels = CpuKernels(library, num_threads)
+    return build_library(compiler, private_cache_folder("cpu"), (*FLAGS, *flags))
+
+
+@cache
+def cpu_kernels(path: str = "native", num_threads: int = 2) -> CpuKernels:
+    """Compiled once for all tests."""
+    kernels = CpuKernels(compiled(PATHS[path]), num_threads)
     atexit.register(kernels.close)
     return kernels
 

@@ -13,7 +13,7 @@ from vllm_lite.worker.weights import CheckpointTensor, fill_with_random, load_we
 
 
 def stored(name: str, tensor: torch.Tensor) -> CheckpointTensor:
-    return CheckpointTensor(name, tuple(tensor.shape), lambda: tensor, tensor.dtype)
+    return CheckpointTensor(name, tuple(tensor.shape), lambda rows: tensor[rows], tensor.dtype)
 
 
 def ignore_nothing(name: str) -> bool:
@@ -35,10 +35,10 @@ def test_each_tensor_is_read_once_and_what_has_no_target_never() -> None:
     lock = threading.Lock()
 
     def counted(name: str) -> CheckpointTensor:
-        def read() -> torch.Tensor:
+        def read(rows: slice) -> torch.Tensor:
             with lock:
                 reads.append(name)
-            return torch.ones(2)
+            return torch.ones(2)[rows]
 
         return CheckpointTensor(name, (2,), read)
 
@@ -48,7 +48,7 @@ def test_each_tensor_is_read_once_and_what_has_no_target_never() -> None:
 
 
 def test_a_missing_tensor_is_named_before_anything_is_read() -> None:
-    def read() -> torch.Tensor:
+    def read(rows: slice) -> torch.Tensor:
         raise AssertionError("read although a tensor is missing")
 
     tensors = [CheckpointTensor("a", (2,), read)]
@@ -78,7 +78,7 @@ def test_a_tensor_that_is_there_twice_is_refused() -> None:
 
 
 def test_an_error_while_reading_reaches_the_caller() -> None:
-    def read() -> torch.Tensor:
+    def read(rows: slice) -> torch.Tensor:
         raise StartupError("shard 2 is broken")
 
     tensors = [stored("a", torch.zeros(2)), CheckpointTensor("b", (2,), read)]

@@ -169,8 +169,10 @@ def _with_own_head(model: ModelConfig, tensors: list[CheckpointTensor]) -> Model
     by_name = {tensor.name: tensor for tensor in tensors}
     if not (model.tie_word_embeddings and EMBEDDING in by_name and HEAD in by_name):
         return model
-    head, embedding = by_name[HEAD].read(), by_name[EMBEDDING].read()
-    if head.dtype == embedding.dtype and torch.equal(head, embedding):
+    head, embedding = by_name[HEAD], by_name[EMBEDDING]
+    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
+        torch.equal(head.read(rows), embedding.read(rows)) for rows in head.pieces()
+    ):
         return model
     logger.warning("config.json ties %s to %s, but the checkpoint's differ: both are used as they are", HEAD, EMBEDDING)
     return dataclasses.replace(model, tie_word_embeddings=False)

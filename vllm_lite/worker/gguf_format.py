@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_lite.config import ModelConfig
@@ -86,35 +88,44 @@ def _tensor(file: GGUFFile, info: GGUFTensorInfo, config: ModelConfig, is_llama:
     elif is_llama and ".k_proj." in name:
         num_heads = config.num_kv_heads
 
-    def read() -> torch.Tensor:
-        tensor = _read(file, info)
-        return _interleaved_to_halves(tensor, num_heads) if num_heads else tensor
+    order = _halves_from_interleaved(info.shape, num_heads) if num_heads else None
+    return CheckpointTensor(
+        name, info.shape, partial(_read, file, info, order=order), PLAIN_DTYPES.get(_type(file, info).name)
+    )
 
-    return CheckpointTensor(name, info.shape, read, PLAIN_DTYPES.get(_type(file, info).name))
 
-
-def _interleaved_to_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undoes llama.cpp's order of the rows of q and k.
+def _halves_from_interleaved(shape: tuple[int, ...], num_heads: int) -> npt.NDArray[np.int64] | None:
+    """Where llama.cpp has put each row of q or k; None where the shape is wrong, which load_weights says better.
 
     It turns neighbouring rows of a head together, Hugging Face row i of the first half with row i of the second.
     """
-    if rows.shape[0] % (2 * num_heads):
-        return rows  # its shape is wrong, which load_weights says better
-    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    if shape[0] % (2 * num_heads):
+        return None
+    order: npt.NDArray[np.int64] = np.arange(shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+    return order
 
 
-def _read(file: GGUFFile, info: GGUFTensorInfo) -> torch.Tensor:
-    """The tensor in its plain dtype, or in float32 where it is quantised."""
-    tensor_type = _type(file, info)
+def _read(
+    file: GGUFFile, info: GGUFTensorInfo, rows: slice = slice(None), order: npt.NDArray[np.int64] | None = None
+) -> torch.Tensor:
+    """Some rows, in the given order of them all, in their plain dtype, or in float32 where they are quantised."""
+    picked = rows if order is None else order[rows]
+    tensor_type, num_bytes = _type(file, info), _num_bytes(file, info)
     if dtype := PLAIN_DTYPES.get(tensor_type.name):
-        count = math.prod(info.shape)
-        return torch.frombuffer(file.data, dtype=dtype, count=count, offset=info.offset).view(info.shape)
-    data = np.frombuffer(file.data, np.uint8, _num_bytes(file, info), info.offset)
-    try:
-        values = gguf.dequantize(data.reshape(*info.shape[:-1], -1), tensor_type)
-    except NotImplementedError as error:
-        raise _broken(file, info, f"is of type {tensor_type.name}, which is not supported") from error
-    return torch.from_numpy(values)
+        stored = torch.frombuffer(file.data, dtype=dtype, count=math.prod(info.shape), offset=info.offset)
+        values = stored.view(info.shape)[picked].clone()
+    else:
+        blocks = np.frombuffer(file.data, np.uint8, num_bytes, info.offset).reshape(*info.shape[:-1], -1)
+        try:
+            # Rows are whole blocks, single elements are not.
+            expanded = gguf.dequantize(blocks if blocks.ndim == 1 else blocks[picked], tensor_type)
+        except NotImplementedError as error:
+            raise _broken(file, info, f"is of type {tensor_type.name}, which is not supported") from error
+        values = torch.from_numpy(expanded[picked] if blocks.ndim == 1 else expanded)
+    start, end, _ = (rows if order is None else slice(None)).indices(info.shape[0])
+    row_bytes = num_bytes // info.shape[0]
+    file.release(info.offset + start * row_bytes, (end - start) * row_bytes)
+    return values
 
 
 def _type(file: GGUFFile, info: GGUFTensorInfo) -> gguf.GGMLQuantizationType:

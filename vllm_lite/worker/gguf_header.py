@@ -47,6 +47,12 @@ class GGUFFile:
     tensors: list[GGUFTensorInfo]
     data: mmap.mmap
 
+    def release(self, offset: int, length: int) -> None:
+        """Bytes that have been read no longer count as the process's memory; read again, they come from the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, start, offset + length - start)
+
 
 def open_gguf(path: Path) -> GGUFFile:
     """Maps the file and parses its header. Raises StartupError where it is no GGUF, cut off or broken."""

@@ -55,4 +55,4 @@ def _first_line(error: Exception) -> str:
 
 
 def _tensor(name: str, value: torch.Tensor) -> CheckpointTensor:
-    return CheckpointTensor(name, tuple(value.shape), lambda: value, value.dtype)
+    return CheckpointTensor(name, tuple(value.shape), lambda rows: value[rows], value.dtype)

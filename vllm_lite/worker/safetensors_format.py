@@ -1,4 +1,4 @@
-"""Reads .safetensors files: memory-mapped, so that a tensor costs nothing before it is copied."""
+"""Reads .safetensors files: memory-mapped, so that a tensor costs nothing before some of it is read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def open_safetensors(path: Path) -> list[CheckpointTensor]:
     """The tensors of one file. Raises StartupError where the file is missing, cut off or not safetensors."""
     try:
-        file: Any = safe_open(path, framework="pt", device="cpu")
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        with safe_open(path, framework="pt", device="cpu") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            return [_tensor(path, name, view) for name, view in slices.items()]
     except (SafetensorError, OSError) as error:
         raise StartupError(f"{path} cannot be read as safetensors (missing, cut off or broken): {error}") from error
-    return [_tensor(path, file, name, view) for name, view in slices.items()]
 
 
-def _tensor(path: Path, file: Any, name: str, view: Any) -> CheckpointTensor:
-    def read() -> torch.Tensor:
+def _tensor(path: Path, name: str, view: Any) -> CheckpointTensor:
+    def read(rows: slice) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = file.get_tensor(name)
+            # Opened anew: pages that have been read count as the process's memory for as long as a file is mapped.
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensor: torch.Tensor = file.get_slice(name)[rows]
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{path}: tensor {name} cannot be read: {error}") from error
         return tensor

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,26 +20,34 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NUM_NAMES_SHOWN = 5
 MAX_LOADING_THREADS = 8
 """More would only wait for memory."""
+PIECE_SIZE = 2**18
+"""Elements that are read at a time: what they are expanded into on the way stays in a core's cache."""
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
     """A tensor of a checkpoint under its Hugging Face name, whatever the file format.
 
-    `read` brings the values in, may be called from any thread, and raises StartupError where the file is broken.
-    `dtype` is what the file stores, None where that is a quantised type.
+    `read` brings some of the values in, picked along the first dimension, may be called from any thread, and raises
+    StartupError where the file is broken. `dtype` is what the file stores, None where that is a quantised type.
     """
 
     name: str
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+    read: Callable[[slice], torch.Tensor]
     dtype: torch.dtype | None = None
+
+    def pieces(self) -> Iterator[slice]:
+        """The whole tensor as slices of its first dimension, of which not much memory is needed at a time."""
+        num_rows, *sizes = self.shape
+        step = max(1, PIECE_SIZE // max(1, math.prod(sizes)))
+        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def load_weights(
     tensors: Iterable[CheckpointTensor], targets: Mapping[str, torch.Tensor], ignored: Callable[[str], bool]
 ) -> None:
-    """Copies each tensor into the target of its name, in parallel, converted to the target's dtype.
+    """Copies each tensor into the target of its name, in parallel, piece by piece, converted to the target's dtype.
 
     Names and shapes are checked before anything is read. Raises StartupError for a target without a tensor and for a
     wrong shape or dtype; tensors without a target that are not `ignored` are named in one warning.
@@ -51,17 +60,18 @@ def load_weights(
     _check(by_name, targets)
     _warn_of_leftovers([name for name in by_name if name not in targets and not ignored(name)])
 
-    def copy(name: str) -> None:
+    def copy(piece: tuple[str, slice]) -> None:
+        name, rows = piece
         with torch.inference_mode():
-            source = by_name[name].read()
+            source = by_name[name].read(rows)
             if source.dtype not in FLOAT_DTYPES:
                 raise StartupError(f"tensor {name} is stored as {source.dtype}: only unquantised weights can be read.")
-            targets[name].copy_(source)
+            targets[name][rows].copy_(source)
 
-    largest_first = sorted(targets, key=lambda name: -targets[name].numel())
+    pieces = [(name, rows) for name in targets for rows in by_name[name].pieces()]
     num_threads = min(num_available_cores(), MAX_LOADING_THREADS)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load-weights") as pool:
-        for _ in pool.map(copy, largest_first):
+        for _ in pool.map(copy, pieces):
             pass
 
 
