@@ -1,9 +1,9 @@
 """Speed of each CPU op with a model's sizes, next to the torch reference and to what the machine can do at most.
 
 A kernel is timed as a step replays it: a list of calls, which Python starts once. The ceiling of a call is the time
-that its bytes take at the rate at which torch sums a large buffer, or its products at the rate of the fastest of
-torch's large products in float32 and in the run's dtype, whichever is longer; both rates are measured here first, with
-the same number of threads. Small tensors stay in the processor's cache, so their ops can be faster than that. Weights
+that its bytes take at the rate at which torch sums a large buffer, or its products at the rate of torch's large product
+in float32 or, if that is faster, in the run's dtype, whichever is longer; the rates are measured here first, with the
+same number of threads. Small tensors stay in the processor's cache, so their ops can be faster than that. Weights
 and KV caches are larger than it, taken from several copies in turn.
 """
 
@@ -167,7 +167,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1  # the log has said why
     dtype = getattr(torch, arguments.dtype)
     torch.set_num_threads(arguments.threads)
-    ceilings = measure_ceilings(dtype, effort.buffer_bytes, effort.matrix_size)
+    ceilings = measure_ceilings(
+        {torch.float32} | (native_dtypes(CPU) & {dtype}), effort.buffer_bytes, effort.matrix_size
+    )
     results = {
         "machine": machine(),
         "settings": {name: getattr(arguments, name) for name in ("model", "dtype", "threads", "max_foreign")},

@@ -8,10 +8,10 @@ busy is repeated; `--max-foreign` says what busy is. Beside that: `ready`, the s
 until it answers, with and without compiled kernels, and `idle`, what a server does that nobody asks.
 
 Another server must have been started with its prefix reuse off (or get the field that turns it off with
-`--compare-extra`), on the same cores:
+`--compare-extra`), on the same cores. With two contenders chosen their runs strictly alternate:
 
   scripts/bench_serving --compare-url http://127.0.0.1:8080 --compare-protocol openai --compare-pid 4711 \\
-      --compare-extra '{"cache_prompt": false}'
+      --compare-extra '{"cache_prompt": false}' --contenders engine,peer-stream --workloads single,long
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,7 +37,7 @@ from scripts.bench.machine import machine
 from scripts.bench.prompts import PromptMaker, open_tokenizer
 from scripts.bench.protocols import NativeProtocol, OpenAIProtocol, WireProtocol, first_model
 from scripts.bench.rounds import Rounds, spread_text, summary
-from scripts.bench.workloads import Workload, absolute_model, engine_options
+from scripts.bench.workloads import Prompt, Workload, absolute_model, engine_options
 from vllm_lite.kernels.topology import physical_cores
 
 WORKLOADS = ("single", "batch", "long", "ready", "idle")
@@ -72,7 +72,7 @@ class Bench:
         return engine_options(self.workloads, model=self.model, dtype=self._arguments.dtype, threads=threads)
 
     @contextlib.contextmanager
-    def contenders(self, names: Sequence[str], threads: int) -> Any:
+    def contenders(self, names: Sequence[str], threads: int) -> Iterator[list[Contender]]:
         """Those of these names, each with a whole run of every workload behind it."""
         found: dict[str, Contender] = {}
         with contextlib.ExitStack() as stack:
@@ -138,7 +138,7 @@ class Bench:
             seconds = self._arguments.idle_seconds
             return {"seconds": seconds, "cores": server.idle_cores(started.process_id, seconds)}
 
-    def _prompts(self, workload: Workload) -> list[Any]:
+    def _prompts(self, workload: Workload) -> list[list[Prompt]]:
         """Those of each round: the same for all contenders, others in every round, in case a server remembers."""
         return [self._maker.make(workload) for _ in range(self._arguments.pairs)]
 

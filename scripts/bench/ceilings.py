@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ class Ceilings:
     read_bytes_per_s: float
     """Of a sum over a buffer far larger than every cache. A kernel whose data lie in a cache can be faster."""
     flops_per_s: dict[str, float]
-    """Of a product of square matrices, by dtype. torch's own product may be slow in one: compare with the largest."""
+    """Of a product of square matrices: in float32, and in the run's dtype where the chip has instructions for it."""
 
     @property
     def best_flops_per_s(self) -> float:
@@ -32,15 +32,15 @@ class Ceilings:
         return (memory_s, "memory") if memory_s >= arithmetic_s else (arithmetic_s, "arithmetic")
 
 
-def measure_ceilings(dtype: torch.dtype, buffer_bytes: int, matrix_size: int) -> Ceilings:
-    """Takes a few seconds with a buffer of 1 GiB and matrices of 2,048 rows."""
+def measure_ceilings(dtypes: Iterable[torch.dtype], buffer_bytes: int, matrix_size: int) -> Ceilings:
+    """Takes a few seconds with a buffer of 1 GiB and matrices of 2,048 rows, if the chip multiplies in all `dtypes`."""
     buffer = torch.ones(buffer_bytes // 4)
     flops = 2 * matrix_size**3
     rates = {}
-    for each in {torch.float32, dtype}:
-        matrix = torch.ones(matrix_size, matrix_size, dtype=each)
+    for dtype in dtypes:
+        matrix = torch.ones(matrix_size, matrix_size, dtype=dtype)
         out = torch.empty_like(matrix)
-        rates[str(each).removeprefix("torch.")] = flops / _best_s(partial(torch.mm, matrix, matrix, out=out))
+        rates[str(dtype).removeprefix("torch.")] = flops / _best_s(partial(torch.mm, matrix, matrix, out=out))
     return Ceilings(buffer_bytes / _best_s(buffer.sum), rates)
 
 

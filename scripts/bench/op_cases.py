@@ -25,6 +25,9 @@ from vllm_lite.ops.workspace import Workspace
 
 BLOCK_SIZE = 16
 MAX_COPIES = 64
+MAX_FLOPS_OF_COPIES = 4 * 10**9
+"""Of one call on each copy, so that it takes a fraction of a second. With that much to compute for every byte of a
+weight, it matters little where the weight comes from."""
 
 Call = Callable[[], None]
 
@@ -45,7 +48,7 @@ class OpSizes:
     """New tokens and context of a prompt chunk."""
     cold_bytes: int = 128 * 2**20
     """Weights and caches are taken in turn from copies of this size together, as a model's layers come in turn: one
-    alone would stay in the processor's cache. At most MAX_COPIES of them."""
+    alone would stay in the processor's cache. At most MAX_COPIES, and no more than MAX_FLOPS_OF_COPIES allows."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ class Case:
 
     def calls(self, space: Workspace, cold_bytes: int) -> list[Call]:
         """Calls on as many copies of the data as take `cold_bytes` together."""
-        return [self.new_call(space) for _ in range(max(1, min(MAX_COPIES, -(-cold_bytes // max(self.cold_bytes, 1)))))]
+        wanted = -(-cold_bytes // max(self.cold_bytes, 1))
+        affordable = MAX_FLOPS_OF_COPIES // max(self.flops, 1)
+        return [self.new_call(space) for _ in range(max(1, min(MAX_COPIES, wanted, affordable)))]
 
 
 class OpCases:
