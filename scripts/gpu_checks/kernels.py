@@ -16,10 +16,9 @@ import torch
 from scripts.gpu_checks.cases import BF16, F16, F32, Case, all_cases
 from scripts.gpu_checks.outcome import Outcome, passed_if
 from vllm_lite.engine.step import StepShape
-from vllm_lite.kernels.cuda import CudaKernels, Kernel
+from vllm_lite.kernels.cuda import CudaKernels
 from vllm_lite.ops.attention import attend
-from vllm_lite.ops.cuda_attention import MAX_HEAD_DIM
-from vllm_lite.ops.cuda_kernels import kernels_for
+from vllm_lite.ops.cuda_kernels import every_kernel
 from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker.gpu import Gpu
 
@@ -36,11 +35,6 @@ NUM_LAUNCHES = 500
 
 Timer = Callable[[Callable[[], object]], float]
 """Seconds of one call."""
-
-
-def every_kernel() -> list[Kernel]:
-    """Each instance that some model may launch."""
-    return list(dict.fromkeys(kernel for dtype in (F32, BF16, F16) for kernel in kernels_for(dtype, MAX_HEAD_DIM)))
 
 
 def load_kernels(gpu: Gpu) -> CudaKernels:
