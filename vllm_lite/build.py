@@ -125,9 +125,12 @@ def build_parts(config: EngineConfig) -> EngineParts:
         eos_token_ids=_end_ids(plan.model, tokenizer.result()),
         seed=config.seed,
     )
+    prepare_thread = None if cpu is None else cpu.pin_caller
+    if gpu is not None:
+        prepare_thread = gpu.make_current
     return EngineParts(
         engine=LLMEngine(settings, tokenizer.result()),
-        executor=LocalExecutor(runner, None if gpu is None else gpu.make_current),
+        executor=LocalExecutor(runner, prepare_thread),
         settings=settings,
         tokenizer=tokenizer.result(),
         model=plan.model,

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -448,6 +449,23 @@ def test_no_thread_is_left_after_close(team: _Team) -> None:
     kernels.close()
     CpuKernels(team.library, 3)  # dropped without a run and without a close
     assert num_threads_of_process() == before
+
+
+@pytest.mark.skipif(NUM_CPUS < 2, reason="needs two CPUs")
+def test_a_caller_is_pinned_unless_it_is_the_main_thread(team: _Team) -> None:
+    cpus = topology.available_cpus()
+    kernels = CpuKernels(team.library, 2, cpus)
+    kernels.pin_caller()
+    assert topology.available_cpus() == cpus
+
+    def pin() -> list[int]:
+        kernels.pin_caller()
+        return topology.available_cpus()
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        assert [pool.submit(pin).result() for _ in range(2)] == [cpus[:1], cpus[:1]]
+    assert topology.available_cpus() == cpus
+    kernels.close()
 
 
 def test_idle_threads_take_no_processor_time(team: _Team) -> None:

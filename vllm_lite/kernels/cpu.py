@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import logging
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,7 @@ class CpuKernels:
         self._kernels: dict[str, tuple[int, str]] = {}
         self._counters = np.zeros(len(COUNTERS), np.int32)
         self._recording: CommandList | None = None
+        self._pinned_caller: threading.Thread | None = None
         self._library.team_new.restype = ctypes.c_void_p
         self._library.team_new.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_void_p)
         self._library.team_run.restype = None
@@ -129,9 +131,15 @@ class CpuKernels:
             self.close()
 
     def pin_caller(self) -> None:
-        """Keeps the calling thread, which runs the kernels from now on, away from the workers' cores."""
-        if self._cores:
+        """Keeps the calling thread, if it is there for nothing else, away from the workers' cores.
+
+        Woken there, it would wait until a worker that still spins goes to sleep. A process's main thread is left alone,
+        for whatever it starts would be pinned with it.
+        """
+        thread = threading.current_thread()
+        if self._cores and thread is not threading.main_thread() and thread is not self._pinned_caller:
             self._library.pin_this_thread(self._cores[0])
+            self._pinned_caller = thread
 
     def call(self, name: str, shape: Shape, *arguments: Argument) -> None:
         """Runs a kernel for a step of this shape, or notes the call down while a list is captured.

@@ -11,15 +11,15 @@ from vllm_lite.worker.model_runner import ModelRunner
 class LocalExecutor:
     """One model runner, called by one thread at a time.
 
-    `make_current` makes the runner's device the current one of the calling thread, where it must be.
+    `prepare_thread` makes the calling thread one that the device can be used from.
     """
 
-    def __init__(self, runner: ModelRunner, make_current: Callable[[], None] | None = None) -> None:
+    def __init__(self, runner: ModelRunner, prepare_thread: Callable[[], None] | None = None) -> None:
         self._runner = runner
-        self._make_current = make_current
+        self._prepare_thread = prepare_thread
 
     def execute(self, step: StepInput) -> StepOutput:
         """Computes the step; whatever it raises is the failure of this step."""
-        if self._make_current is not None:
-            self._make_current()  # at every step, since it costs nothing and the thread may be a new one
+        if self._prepare_thread is not None:
+            self._prepare_thread()  # at every step, since it costs nothing and the thread may be a new one
         return self._runner.run(step)
