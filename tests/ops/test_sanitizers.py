@@ -16,7 +16,8 @@ from tests.helpers.cpu_kernels import SANITIZED, SANITIZED_PATHS, compiled
 from vllm_lite.kernels.cpu_library import find_compiler
 
 ROOT = Path(__file__).parents[2]
-SELECTION = "(native or (avx512_bf16 and dtype1)) and not bits"
+TESTS = ("tests/ops/test_cpu_kernels.py", "tests/ops/test_sample.py")
+SELECTION = "(native or (avx512_bf16 and not dtype0)) and not bits"
 """Both lengths of vectors, both kinds of products. What compares bits only repeats what the others execute."""
 
 
@@ -41,8 +42,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 
 def test_every_op_is_clean(environment: dict[str, str]) -> None:
-    path = "tests/ops/test_cpu_kernels.py"
-    result = run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-k", SELECTION, path)
+    result = run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-k", SELECTION, *TESTS)
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
     assert " passed" in result.stdout and "skipped" not in result.stdout
     assert "runtime error" not in result.stdout + result.stderr

@@ -10,19 +10,38 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.cpu_kernels import cpu_space
 from tests.helpers.sampling import GREEDY, Row, sampling_input
-from vllm_lite.engine.step import NO_TOKEN
+from tests.ops.tensors import tokens_shape, workspace
+from vllm_lite.engine.step import NO_TOKEN, SamplingInput
+from vllm_lite.ops import sample as op
+from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker import sampler
 from vllm_lite.worker.random_numbers import uniforms
-from vllm_lite.worker.sampler import is_plain_greedy, sample
+from vllm_lite.worker.sampler import is_plain_greedy
 
 A, B, C, D = 34, 35, 36, 37
 VOCAB = 258
 NUM_DRAWS = 4000
+
+
+@pytest.fixture(params=["reference", "cpu"], autouse=True)
+def space(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs on both implementations."""
+    monkeypatch.setitem(SPACES, "now", cpu_space() if request.param == "cpu" else workspace())
+
+
+SPACES: dict[str, Workspace] = {}
+
+
+def sample(logits: torch.Tensor, rows: SamplingInput) -> npt.NDArray[np.int32]:
+    """As the model runner does."""
+    return sampler.sample(SPACES["now"], tokens_shape(len(logits), len(logits)), logits, rows)
 
 
 def const_logits(values: dict[int, float], other: float = -30.0, num_rows: int = 1) -> torch.Tensor:
@@ -268,7 +287,7 @@ def test_row_groups_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [Row(top_p=0.9 if i % 2 else 1.0, seed=i) for i in range(10)]
     logits = torch.randn(10, 500, generator=torch.Generator().manual_seed(2))
     expected = sample(logits.clone(), sampling_input(rows)).tolist()
-    monkeypatch.setattr(sampler, "MAX_LOGITS_AT_A_TIME", 1)
+    monkeypatch.setattr("vllm_lite.ops.sample.MAX_LOGITS_AT_A_TIME", 1)
     assert sample(logits.clone(), sampling_input(rows)).tolist() == expected
 
 
@@ -332,7 +351,7 @@ def test_a_gpu_is_waited_for_once_unless_candidates_are_sorted(monkeypatch: pyte
     logits[-1, 3] = torch.nan
     expected = sample(logits.clone(), sampling_input(rows))
     assert expected[-1] == NO_TOKEN and len(set(expected)) > 4
-    monkeypatch.setattr(sampler, "_can_be_asked", lambda tensor: False)
+    monkeypatch.setattr(op, "_can_be_asked", lambda tensor: False)
     with torch.inference_mode(), ReadsNothingBack():  # type: ignore[no-untyped-call]
         ids = sample(logits.clone(), sampling_input(rows))
     assert ids.tolist() == expected.tolist()

@@ -2,7 +2,7 @@
 //
 // A kernel is a plain function `void f(const Task&, arguments...)` whose arguments are pointers, int64_t or double.
 // EXPORT gives it a C name and a signature that the caller checks its arguments against: a letter for each,
-// 'f' float*, 'h' bf16*, 'w' int32_t*, 'i' int64_t, 'd' double.
+// 'f' float*, 'r' double*, 'h' bf16*, 'w' int32_t*, 'i' int64_t, 'd' double.
 #pragma once
 
 #include <atomic>
@@ -53,6 +53,7 @@ struct Parameter<double> {
 template <class E>
 struct Parameter<E*> {
   static constexpr char letter = std::is_same_v<std::remove_const_t<E>, float>     ? 'f'
+                                 : std::is_same_v<std::remove_const_t<E>, double>  ? 'r'
                                  : std::is_same_v<std::remove_const_t<E>, bf16>    ? 'h'
                                  : std::is_same_v<std::remove_const_t<E>, int32_t> ? 'w'
                                                                                    : '?';

@@ -41,7 +41,7 @@ PANEL_ROWS = 16
 COUNTERS = ("num_tokens", "num_seqs", "num_decodes", "num_rows")
 """What kernels read of a step, in the order of StepCounters in task.h."""
 
-POINTERS = {"f": torch.float32, "h": torch.bfloat16, "w": torch.int32}
+POINTERS = {"f": torch.float32, "r": torch.float64, "h": torch.bfloat16, "w": torch.int32}
 """Letters of a signature, as in task.h; beside them i for an integer and d for a float."""
 
 Argument = torch.Tensor | int | float | None

@@ -16,20 +16,22 @@ LARGEST_BIAS = 1e30
 LARGEST_PENALTY = 1e30
 
 
-def process_logits(logits: torch.Tensor, sampling: SamplingInput) -> bool:
-    """Applies biases, allowed and banned tokens, then penalties in place. False where nothing was asked for.
+def changes_logits(sampling: SamplingInput) -> bool:
+    """Whether any row asks for it."""
+    lists = (sampling.bias_rows, sampling.allowed_rows, sampling.banned_rows, sampling.history_ids)
+    return any(map(len, lists))
+
+
+def process_logits(logits: torch.Tensor, sampling: SamplingInput) -> None:
+    """Applies biases, allowed and banned tokens, then penalties in place.
 
     logits [R, vocab_size] float32, contiguous. Tokens that may not be picked become -inf; a ban that would leave a row
     without any token is lifted for that row.
     """
-    lists = (sampling.bias_rows, sampling.allowed_rows, sampling.banned_rows, sampling.history_ids)
-    if not any(map(len, lists)):
-        return False
     _add_biases(logits, sampling)
     _keep_allowed(logits, sampling)
     _take_out_banned(logits, sampling)
     _penalise(logits, sampling)
-    return True
 
 
 def tensor_of(array: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class ModelRunner:
                 return StepOutput(np.empty(0, np.int32))
             if head is Head.GREEDY_IDS:
                 return StepOutput(self.greedy_ids[: shape.num_rows].to("cpu", copy=True).numpy())
-            return StepOutput(sample(self.logits[: shape.num_rows], sampling))
+            return StepOutput(sample(self.workspace, shape, self.logits[: shape.num_rows], sampling))
 
     def compute_by_python(self, shape: StepShape, head: Head) -> None:
         """What `compute` does unless something else has been put there."""
