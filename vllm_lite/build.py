@@ -29,6 +29,7 @@ from vllm_lite.worker.executor import LocalExecutor
 from vllm_lite.worker.gguf_header import open_gguf
 from vllm_lite.worker.gpu import Gpu, find_gpu
 from vllm_lite.worker.hf_config import derived_max_model_len
+from vllm_lite.worker.huge_pages import Arena
 from vllm_lite.worker.kv_cache import CacheBudget, available_memory, budget_on_cpu, budget_on_gpu, choose_num_blocks
 from vllm_lite.worker.largest_step import largest_step
 from vllm_lite.worker.model_runner import ModelRunner
@@ -80,7 +81,12 @@ def build_parts(config: EngineConfig) -> EngineParts:
     cuda = None if gpu is None else gpu.compile_for(plan.dtype, plan.model.head_dim)
     with _named_memory_errors(plan.model, plan.max_model_len):
         model = build_model(
-            plan.model, plan.dtype, plan.max_model_len, plan.device, panel_rows=1 if cpu is None else cpu.panel_rows
+            plan.model,
+            plan.dtype,
+            plan.max_model_len,
+            plan.device,
+            panel_rows=1 if cpu is None else cpu.panel_rows,
+            new_memory=Arena().empty if gpu is None else None,
         )
         with ThreadPoolExecutor(max_workers=1) as pool:
             tokenizer = pool.submit(_load_tokenizer, config, checkpoint)

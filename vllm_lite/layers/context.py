@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from vllm_lite.engine.step import StepShape
 from vllm_lite.ops.workspace import Workspace
+
+NewMemory: TypeAlias = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class LayerOptions:
     """Of a weight, what belongs together: kernels that pack weights read whole panels."""
     matrices: list[torch.Tensor] = field(default_factory=list)
     """Every weight that layers made by `matrix`, with all its memory: what is packed once the weights are loaded."""
+    new_memory: NewMemory | None = None
+    """Where weights of a shape and dtype lie, if not wherever torch puts them."""
 
     def panelled(self, num_rows: int) -> int:
         """The rows of all panels that it takes."""
@@ -27,7 +33,11 @@ class LayerOptions:
 
     def matrix(self, num_rows: int, size: int) -> torch.Tensor:
         """An uninitialised weight [num_rows, size]; what fills up its last panel is 0."""
-        memory = torch.empty(self.panelled(num_rows), size, dtype=self.dtype, device=self.device)
+        shape = (self.panelled(num_rows), size)
+        if self.new_memory is None:
+            memory = torch.empty(shape, dtype=self.dtype, device=self.device)
+        else:
+            memory = self.new_memory(shape, self.dtype)
         memory[num_rows:] = 0
         self.matrices.append(memory)
         return memory[:num_rows]

@@ -6,7 +6,7 @@ import torch
 
 from vllm_lite.config import ModelConfig
 from vllm_lite.errors import StartupError
-from vllm_lite.layers.context import LayerOptions
+from vllm_lite.layers.context import LayerOptions, NewMemory
 from vllm_lite.models.llama import LlamaForCausalLM
 from vllm_lite.models.mistral import MistralForCausalLM
 from vllm_lite.models.qwen2 import Qwen2ForCausalLM
@@ -32,8 +32,9 @@ def build_model(
     max_model_len: int,
     device: torch.device | None = None,
     panel_rows: int = 1,
+    new_memory: NewMemory | None = None,
 ) -> LlamaForCausalLM:
-    """The model with uninitialised parameters; `panel_rows` as in `LayerOptions`.
+    """The model with uninitialised parameters; `panel_rows` and `new_memory` as in `LayerOptions`.
 
     Raises StartupError for what does not run here.
     """
@@ -42,4 +43,5 @@ def build_model(
         raise StartupError(
             f"{config.architecture} with hidden_act {config.hidden_act!r} is not supported; only silu is."
         )
-    return cls(config, LayerOptions(dtype, device or torch.device("cpu"), panel_rows), max_model_len)
+    options = LayerOptions(dtype, device or torch.device("cpu"), panel_rows, new_memory=new_memory)
+    return cls(config, options, max_model_len)

@@ -13,6 +13,7 @@ import torch
 from vllm_lite.config import ModelConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.layers.context import LayerCache
+from vllm_lite.worker.huge_pages import prefer_huge_pages
 
 SHARE_OF_MEMORY = 0.4
 """On a CPU, of the memory that is available once the weights are loaded; the rest is for activations and everybody."""
@@ -108,7 +109,8 @@ def allocate(
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
 
     def empty() -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        memory = torch.empty(shape, dtype=dtype, device=device)
+        return prefer_huge_pages(memory) if memory.is_cpu else memory
 
     return [LayerCache(empty(), empty()) for _ in range(config.num_layers)]
 
