@@ -19,58 +19,65 @@ constexpr int64_t TILES_WORTH_WIDENING = 3;
 int64_t num_panels_of(int64_t size) { return (size + COLUMNS - 1) / COLUMNS; }
 
 // Goes through a product tile by tile. A unit is what one panel's worth of results needs: PARTS panels, part_stride
-// elements apart. finish(row, num_rows, unit, num_units, tile, tile_stride) takes the sums, part by part within a row.
+// elements apart. finish(row, num_rows, unit, tile, tile_stride) takes a unit's sums, part by part within a row.
 template <class T, int PARTS, class Finish>
 void multiply(const Task& task, const T* x, int64_t x_stride, int64_t num_rows, const T* weight, int64_t num_units,
               int64_t part_stride, int64_t size, const Finish& finish) {
   const int64_t begin = task.begin(num_units), end = task.begin(num_units, 1);
   const int64_t operand_bytes = size * static_cast<int64_t>(sizeof(Operand<T>));
   const int64_t most = std::max<int64_t>(1, SLAB_BYTES / (operand_bytes * MAX_ROWS)) * MAX_ROWS;
-  // Few rows: several panels at a time, whose sums together fill the registers. Many: one, which stays in the cache.
-  const int units_at_a_time = num_rows <= MAX_ROWS ? MAX_PANELS / PARTS : 1;
-  alignas(64) float tile[MAX_ROWS * MAX_PANELS * COLUMNS];
-  float* wide_panels = static_cast<float*>(task.scratch);
-  float* wide_rows = wide_panels + PARTS * COLUMNS * size;
+  // Few rows: several panels at a time, whose sums together fill the registers, from places of this thread's share that
+  // lie apart: each is read from its beginning to its end, as memory likes it. Many rows: one, which stays in the cache.
+  const int num_streams = num_rows > MAX_ROWS ? 1 : std::max(1, max_panels(static_cast<int>(num_rows)) / PARTS);
+  const int64_t stream_size = (end - begin + num_streams - 1) / num_streams;
+  constexpr int TILE_STRIDE = MAX_PANELS * COLUMNS;
+  alignas(64) float tile[MAX_ROWS * TILE_STRIDE];
+  Operand<T>* gathered_panels = static_cast<Operand<T>*>(task.scratch);
+  float* wide_rows = static_cast<float*>(task.scratch) + PARTS * COLUMNS * size;
   for (int64_t first = 0; first < num_rows; first += most) {
     const int64_t rows_of_slab = std::min(most, num_rows - first);
     int64_t stride = x_stride;
-    const Operand<T>* slab =
-        operand_rows<T>(x + first * x_stride, stride, rows_of_slab, size, wide_rows);
+    const Operand<T>* slab = operand_rows<T>(x + first * x_stride, stride, rows_of_slab, size, wide_rows);
     const int64_t num_tiles = (rows_of_slab + MAX_ROWS - 1) / MAX_ROWS;
-    for (int64_t unit = begin; unit < end; unit += units_at_a_time) {
-      const int num_units_now = static_cast<int>(std::min<int64_t>(units_at_a_time, end - unit));
+    for (int64_t step = 0; step < stream_size; ++step) {
       PackedPanels<T, true> source{{}, size};
-      for (int part = 0; part < PARTS; ++part)
-        for (int u = 0; u < num_units_now; ++u)
-          source.panels[part * num_units_now + u] = weight + part * part_stride + (unit + u) * COLUMNS * size;
-      const int num_panels = num_units_now * PARTS, tile_stride = num_panels * COLUMNS;
+      int64_t units[MAX_PANELS];
+      int num_units_now = 0;
+      for (int64_t unit = begin + step; unit < end; unit += stream_size) {
+        for (int part = 0; part < PARTS; ++part)
+          source.panels[num_units_now * PARTS + part] = weight + part * part_stride + unit * COLUMNS * size;
+        units[num_units_now++] = unit;
+      }
       const auto for_tiles = [&](const auto& multiply_tile) {
         for (int64_t t = 0; t < num_tiles; ++t) {
           const int64_t row = rows_of_slab * t / num_tiles, next = rows_of_slab * (t + 1) / num_tiles;
-          multiply_tile(static_cast<int>(next - row), slab + row * stride);
-          finish(first + row, static_cast<int>(next - row), unit, num_units_now, tile, tile_stride);
+          const int rows = static_cast<int>(next - row);
+          multiply_tile(rows, slab + row * stride);
+          for (int u = 0; u < num_units_now; ++u)
+            finish(first + row, rows, units[u], tile + u * PARTS * COLUMNS, TILE_STRIDE);
         }
       };
+      const int num_panels = num_units_now * PARTS;
       if constexpr (IS_WIDENED<T>) {
         if (num_tiles >= TILES_WORTH_WIDENING) {
-          const auto wide = gathered<T, MAX_PANELS>(source, num_panels, wide_panels);
-          for_tiles([&](int rows, const float* x) {
-            multiply_rows<float>(rows, x, stride, wide, num_panels, tile, tile_stride);
+          const auto wide = gathered<T, MAX_PANELS>(source, num_panels, gathered_panels);
+          for_tiles([&](int rows, const float* x_rows) {
+            multiply_rows<float>(rows, x_rows, stride, wide, num_panels, tile, TILE_STRIDE);
           });
           continue;
         }
       }
-      for_tiles([&](int rows, const Operand<T>* x) {
-        multiply_rows<T>(rows, x, stride, source, num_panels, tile, tile_stride);
+      for_tiles([&](int rows, const Operand<T>* x_rows) {
+        multiply_rows<T>(rows, x_rows, stride, source, num_panels, tile, TILE_STRIDE);
       });
     }
   }
 }
 
-// Calls each(column, lanes, where in a row of the tile) for all vectors of columns below `num_columns`.
+// Calls each(column, lanes, where in a row of the tile) for a unit's vectors of columns below `num_columns`.
 template <class Each>
-INLINE void for_columns(int64_t unit, int num_units, int64_t num_columns, const Each& each) {
-  const int64_t first = unit * COLUMNS, end = std::min(num_columns, (unit + num_units) * COLUMNS);
+INLINE void for_columns(int64_t unit, int64_t num_columns, const Each& each) {
+  const int64_t first = unit * COLUMNS, end = std::min(num_columns, first + COLUMNS);
   for (int64_t column = first; column < end; column += LANES)
     each(column, static_cast<int>(std::min<int64_t>(LANES, end - column)), column - first);
 }
@@ -85,9 +92,9 @@ template <class T>
 void linear(const Task& task, const T* x, int64_t x_stride, const T* weight, const T* bias, T* out, int64_t out_stride,
             int64_t num_columns, int64_t size) {
   multiply<T, 1>(task, x, x_stride, task.step.num_tokens, weight, num_panels_of(num_columns), 0, size,
-                 [&](int64_t row, int rows, int64_t unit, int num_units, const float* tile, int tile_stride) {
+                 [&](int64_t row, int rows, int64_t unit, const float* tile, int tile_stride) {
                    for (int r = 0; r < rows; ++r)
-                     for_columns(unit, num_units, num_columns, [&](int64_t column, int lanes, int64_t at) {
+                     for_columns(unit, num_columns, [&](int64_t column, int lanes, int64_t at) {
                        const Vec sum = with_bias(load(tile + r * tile_stride + at), bias, column, lanes);
                        store_first(out + (row + r) * out_stride + column, sum, lanes);
                      });
@@ -99,9 +106,9 @@ template <class T>
 void linear_accumulate(const Task& task, const T* x, int64_t x_stride, const T* weight, const T* bias, T* out,
                        int64_t out_stride, int64_t num_columns, int64_t size) {
   multiply<T, 1>(task, x, x_stride, task.step.num_tokens, weight, num_panels_of(num_columns), 0, size,
-                 [&](int64_t row, int rows, int64_t unit, int num_units, const float* tile, int tile_stride) {
+                 [&](int64_t row, int rows, int64_t unit, const float* tile, int tile_stride) {
                    for (int r = 0; r < rows; ++r)
-                     for_columns(unit, num_units, num_columns, [&](int64_t column, int lanes, int64_t at) {
+                     for_columns(unit, num_columns, [&](int64_t column, int lanes, int64_t at) {
                        T* place = out + (row + r) * out_stride + column;
                        const Vec sum = with_bias(load(tile + r * tile_stride + at), bias, column, lanes);
                        store_first(place, load_first(place, lanes) + round_to<T>(sum), lanes);
@@ -116,13 +123,13 @@ void gate_up_silu(const Task& task, const T* x, int64_t x_stride, const T* weigh
                   int64_t out_stride, int64_t num_columns, int64_t size) {
   const int64_t num_units = num_panels_of(num_columns), half = num_units * COLUMNS;
   multiply<T, 2>(task, x, x_stride, task.step.num_tokens, weight, num_units, half * size, size,
-                 [&](int64_t row, int rows, int64_t unit, int units, const float* tile, int tile_stride) {
+                 [&](int64_t row, int rows, int64_t unit, const float* tile, int tile_stride) {
                    for (int r = 0; r < rows; ++r)
-                     for_columns(unit, units, num_columns, [&](int64_t column, int lanes, int64_t at) {
+                     for_columns(unit, num_columns, [&](int64_t column, int lanes, int64_t at) {
                        const float* sums = tile + r * tile_stride + at;
                        const T* up_bias = bias == nullptr ? nullptr : bias + half;
                        const Vec gate = round_to<T>(with_bias(load(sums), bias, column, lanes));
-                       const Vec up = round_to<T>(with_bias(load(sums + units * COLUMNS), up_bias, column, lanes));
+                       const Vec up = round_to<T>(with_bias(load(sums + COLUMNS), up_bias, column, lanes));
                        store_first(out + (row + r) * out_stride + column, round_to<T>(silu(gate)) * up, lanes);
                      });
                  });
@@ -141,9 +148,9 @@ template <class T>
 void logits(const Task& task, const T* x, const T* weight, float* out, int64_t out_stride, int64_t num_columns,
             int64_t size) {
   multiply<T, 1>(task, x, size, task.step.num_rows, weight, num_panels_of(num_columns), 0, size,
-                 [&](int64_t row, int rows, int64_t unit, int num_units, const float* tile, int tile_stride) {
+                 [&](int64_t row, int rows, int64_t unit, const float* tile, int tile_stride) {
                    for (int r = 0; r < rows; ++r)
-                     for_columns(unit, num_units, num_columns, [&](int64_t column, int lanes, int64_t at) {
+                     for_columns(unit, num_columns, [&](int64_t column, int lanes, int64_t at) {
                        store_first(out + (row + r) * out_stride + column, load(tile + r * tile_stride + at), lanes);
                      });
                  });
@@ -158,11 +165,11 @@ void greedy_parts(const Task& task, const T* x, const T* weight, float* best_val
   float* values = best_values + task.thread * max_rows;
   int32_t* ids = best_ids + task.thread * max_rows;
   std::fill(values, values + task.step.num_rows, -INFINITY);
-  std::fill(ids, ids + task.step.num_rows, 0);
+  std::fill(ids, ids + task.step.num_rows, INT32_MAX);
   multiply<T, 1>(task, x, size, task.step.num_rows, weight, num_panels_of(num_columns), 0, size,
-                 [&](int64_t row, int rows, int64_t unit, int num_units, const float* tile, int tile_stride) {
+                 [&](int64_t row, int rows, int64_t unit, const float* tile, int tile_stride) {
                    const int64_t first = unit * COLUMNS;
-                   const int count = static_cast<int>(std::min<int64_t>(num_units * COLUMNS, num_columns - first));
+                   const int count = static_cast<int>(std::min<int64_t>(COLUMNS, num_columns - first));
                    for (int r = 0; r < rows; ++r) {
                      const float* sums = tile + r * tile_stride;
                      // Mostly nothing is larger than what is known, which vectors tell fast.
@@ -175,11 +182,13 @@ void greedy_parts(const Task& task, const T* x, const T* weight, float* best_val
                        has_nan |= max_of(part != part ? splat(1.0f) : Vec{}) > 0.0f;
                      }
                      float& value = values[row + r];
-                     if (c == count && !has_nan && max_of(most) <= value) continue;
+                     if (c == count && !has_nan && max_of(most) < value) continue;
                      for (c = 0; c < count && value == value; ++c) {
-                       if (sums[c] <= value) continue;  // not so for a NaN
+                       const int32_t id = static_cast<int32_t>(first + c);
+                       // Not so for a NaN. Columns do not come in their order.
+                       if (sums[c] < value || (sums[c] == value && id > ids[row + r])) continue;
                        value = sums[c];
-                       ids[row + r] = static_cast<int32_t>(first + c);
+                       ids[row + r] = id;
                      }
                    }
                  });
