@@ -28,11 +28,10 @@ from scripts.bench.machine import machine
 from scripts.bench.op_cases import Case, OpCases, OpSizes
 from scripts.bench.quiet import Limits, Measured, take_sample, undisturbed
 from vllm_lite.config import EngineConfig
-from vllm_lite.kernels.cpu import CpuKernels
+from vllm_lite.kernels.cpu import CpuKernels, load_cpu_kernels
 from vllm_lite.kernels.topology import physical_cores
 from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker.checkpoint import open_checkpoint
-from vllm_lite.worker.cpu import find_cpu_kernels
 from vllm_lite.worker.model_runner import native_dtypes
 
 OPS = (
@@ -162,7 +161,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Reads the command line, measures, prints; the exit code: 1 where there are no CPU kernels."""
     arguments = make_parser().parse_args(words)
     effort = QUICK if arguments.quick else Effort(OpSizes(), arguments.seconds)
-    kernels = find_cpu_kernels(arguments.threads)
+    cores = physical_cores()
+    kernels = load_cpu_kernels(arguments.threads, cores if arguments.threads == len(cores) else ())
     if kernels is None:
         return 1  # the log has said why
     dtype = getattr(torch, arguments.dtype)

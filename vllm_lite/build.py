@@ -72,7 +72,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     """Like `build_engine`, without an event loop."""
     gpu = find_gpu(config.device)
     checkpoint = open_checkpoint(config)
-    cpu = find_cpu_kernels(config.num_threads) if gpu is None else None
+    cpu = find_cpu_kernels(config.num_threads, checkpoint.config) if gpu is None else None
     # Beside the kernels' threads, others of torch's would only be in their way.
     torch.set_num_threads(1 if cpu is not None else config.num_threads or num_available_cores())
     plan = _make_plan(config, checkpoint, gpu, has_cpu_kernels=cpu is not None)

@@ -32,8 +32,8 @@ def kib(field: str) -> int:
 
 def main(dtype: str, model_path: str | None = None) -> None:
     torch.set_num_threads(1)
-    cpu = find_cpu_kernels(None)
     checkpoint = open_checkpoint(EngineConfig(model=model_path))
+    cpu = find_cpu_kernels(None, checkpoint.config)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, started = kib("VmRSS"), time.perf_counter()
     panel_rows = 1 if cpu is None else cpu.panel_rows

@@ -14,15 +14,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.cpu_kernels import missing_requirement
 from tests.ops.tensors import tokens_shape
+from vllm_lite.config import ModelConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.kernels import cpu, cpu_library, topology
 from vllm_lite.kernels.cache_folder import private_cache_folder
@@ -30,6 +33,7 @@ from vllm_lite.kernels.cpu import CpuKernels, load_cpu_kernels
 from vllm_lite.kernels.cpu_library import CompileError, build_library, find_compiler
 from vllm_lite.kernels.topology import physical_cores
 from vllm_lite.worker.cpu import find_cpu_kernels
+from vllm_lite.worker.hf_config import read_model_config
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("-O1", "-mavx2", "-std=c++17", "-fPIC")
@@ -353,6 +357,85 @@ def test_a_build_that_was_killed(sources: Path, cache: Path, tmp_path: Path) -> 
 # Threads.
 
 
+def small_model() -> ModelConfig:
+    return read_model_config(cached_checkpoint("llama"), trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"head_dim": 258}, "heads of an even number of dimensions up to 256, the model has 258"),
+        ({"head_dim": 5}, "the model has 5"),
+        ({"intermediate_size": 53248}, "layers of even sizes up to 40000, the model has 64, 53248, 64"),
+        ({"hidden_size": 63}, "the model has 63, 128, 64"),
+    ],
+    ids=range(4),
+)
+def test_a_model_beyond_the_kernels_is_computed_by_torch(
+    sizes: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_cpu_kernels(1, replace(small_model(), **sizes)) is None
+    assert message in caplog.text
+
+
+def write_group(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("listing", "groups", "expected"),
+    [
+        ("0::/a/b", {"a": {"cpu__max": "150000 100000"}, "a/b": {"cpu__max": "max 100000"}}, 2),
+        ("0::/a/b", {"a": {"cpu__max": "400000 100000"}, "a/b": {"cpu__max": "50000 100000"}}, 1),
+        ("0::/elsewhere", {".": {"cpu__max": "300000 100000"}}, 3),
+        ("0::/a", {"a": {"cpu__max": "max 100000"}}, None),
+        ("4:cpu,cpuacct:/c", {"cpu/c": {"cpu__cfs_quota_us": "200000", "cpu__cfs_period_us": "100000"}}, 2),
+        ("4:cpu,cpuacct:/c", {"cpu/c": {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}}, None),
+        ("5:memory:/c", {"cpu/c": {"cpu__max": "100000 100000"}}, None),
+    ],
+    ids=range(7),
+)
+def test_quota_of_control_groups(
+    listing: str, groups: dict[str, dict[str, str]], expected: int | None, tmp_path: Path
+) -> None:
+    write_group(tmp_path / "proc" / "self", cgroup=listing)
+    for name, files in groups.items():
+        write_group(tmp_path / "groups" / name, **files)
+    assert topology.cpu_quota(tmp_path / "proc", tmp_path / "groups") == expected
+
+
+def test_a_system_without_control_groups_sets_no_limit(tmp_path: Path) -> None:
+    assert topology.cpu_quota(tmp_path, tmp_path) is None
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_is_told_that_it_has_no_threads(team: _Team) -> None:
+    kernels = CpuKernels(team.library, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            assert_adds(kernels)
+        except RuntimeError as error:
+            kernels.close()
+            os._exit(0 if "forked process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_adds(kernels)
+    kernels.close()
+
+
+def test_an_empty_list_runs_nothing(team: _Team) -> None:
+    kernels = CpuKernels(team.library, 2)
+    with kernels.capture() as calls:
+        pass
+    for _ in range(100):
+        kernels.replay(calls.finished(), tokens_shape(0))
+        assert_adds(kernels)
+    kernels.close()
+
+
 @pytest.fixture
 def two_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two cores of two CPUs each: 0 and 2, 1 and 3."""
@@ -374,14 +457,18 @@ def test_one_cpu_of_each_core_that_the_process_may_use(two_cores: Path, monkeypa
 
 
 @pytest.mark.usefixtures("cheap")
-@pytest.mark.parametrize(("asked", "expected"), [(None, 2), (1, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("asked", "quota", "expected"),
+    [(None, None, 2), (1, None, 1), (2, None, 2), (4, None, 4), (None, 1, 1), (None, 3, 2), (4, 1, 4)],
+)
 def test_number_of_threads(
-    asked: int | None, expected: int, team: _Team, two_cores: Path, monkeypatch: pytest.MonkeyPatch
+    asked: int | None, quota: int | None, expected: int, team: _Team, two_cores: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "private_cache_folder", lambda name: team.library.parent)
     monkeypatch.setattr("vllm_lite.worker.cpu.available_cpus", lambda: [0, 1, 2, 3])
     monkeypatch.setattr("vllm_lite.worker.cpu.physical_cores", lambda: physical_cores(two_cores))
-    kernels = find_cpu_kernels(asked)
+    monkeypatch.setattr("vllm_lite.worker.cpu.cpu_quota", lambda: quota)
+    kernels = find_cpu_kernels(asked, small_model())
     assert kernels is not None
     assert kernels.num_threads == expected
     assert_adds(kernels)
@@ -392,12 +479,12 @@ def test_more_threads_than_the_process_has_cores_are_refused() -> None:
     with pytest.raises(
         StartupError, match=f"--num-threads {NUM_CPUS + 1} is more than the {NUM_CPUS} cores .* or less"
     ):
-        find_cpu_kernels(NUM_CPUS + 1)
+        find_cpu_kernels(NUM_CPUS + 1, small_model())
 
 
-@pytest.mark.parametrize("free_mib", [60, 260])
+@pytest.mark.parametrize("free_mib", [60, 420])
 def test_threads_that_there_is_no_memory_for(team: _Team, free_mib: int) -> None:
-    """None for the scratch memory of 40 threads (160 MiB), or for their stacks too (312 MiB)."""
+    """None for the scratch memory of 40 threads (320 MiB), or for their stacks too (312 MiB)."""
     before = num_threads_of_process()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = resource.getrlimit(resource.RLIMIT_AS)

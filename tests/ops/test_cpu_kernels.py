@@ -14,7 +14,7 @@ from tests.helpers.cpu_kernels import PATHS, cpu_kernels, cpu_space, in_cache_or
 from tests.ops.tensors import random, tokens_shape
 from tests.ops.test_attention import Batch, make_batch
 from vllm_lite.engine.step import NO_TOKEN
-from vllm_lite.ops.activation import gate_up_silu
+from vllm_lite.ops.activation import Activation, activate, gate_up_silu
 from vllm_lite.ops.attention import attend
 from vllm_lite.ops.embedding import embedding
 from vllm_lite.ops.greedy_head import greedy_head
@@ -85,6 +85,22 @@ def test_gate_up_silu(space: Workspace, dtype: torch.dtype, num_tokens: int, siz
     gate_up_silu(space, tokens_shape(num_tokens), x, weight, bias, out)
     assert_near(out[:num_tokens], (functional.silu(gates) * ups)[:num_tokens])
     assert torch.equal(out[num_tokens:], before[num_tokens:])
+
+
+@pytest.mark.parametrize("size", [3, 16, 100])
+@pytest.mark.parametrize("kind", Activation)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations(space: Workspace, dtype: torch.dtype, kind: Activation, size: int) -> None:
+    x = (random(5, size + 1, dtype=dtype) * 3)[:, 1:]
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = -200.0, 200.0, torch.nan, 0.0
+    before = random(5, size, dtype=dtype, seed=1)
+    out, expected = before.clone(), torch.empty(5, size, dtype=torch.float64)
+    activate(space, tokens_shape(4), x, kind, out)
+    activate(Workspace(torch.device("cpu")), tokens_shape(5), x.double(), kind, expected)
+    assert out[2, 0].isnan()
+    out[2, 0] = expected[2, 0] = 0.0
+    assert_near(out[:4], expected[:4])
+    assert torch.equal(out[4], before[4])
 
 
 def test_extreme_gates(space: Workspace) -> None:
@@ -318,10 +334,13 @@ def test_bits_of_attention_depend_on_nothing_but_the_sequence(path: str, dtype: 
         assert torch.equal(rows_of_a_sequence(path, dtype, work, num_threads), expected)
 
 
-def test_bits_of_attention_do_not_depend_on_how_decodes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = rows_of_a_sequence("native", F32, [(1, 300), (1, 600)], 2)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_attention_do_not_depend_on_how_decodes_are_cut(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = rows_of_a_sequence("native", dtype, [(1, 300), (1, 600)], 2)
     monkeypatch.setattr("vllm_lite.ops.cpu_attention.PARTIALS_SIZE", 10)
-    assert torch.equal(rows_of_a_sequence("native", F32, [(1, 300), (1, 600)], 2), expected)
+    assert torch.equal(rows_of_a_sequence("native", dtype, [(1, 300), (1, 600)], 2), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

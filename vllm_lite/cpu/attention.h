@@ -79,6 +79,8 @@ struct Scratch {
   float merged_max[TILE_ROWS], merged_sum[TILE_ROWS];
 };
 
+static_assert(sizeof(Scratch<float>) <= MIN_SCRATCH_BYTES && sizeof(Scratch<bf16>) <= MIN_SCRATCH_BYTES);
+
 // Keys in groups of 16, a group's two halves possibly in two blocks, as a source of `multiply_rows`. They come from
 // memory, and so do the values that are needed next: both are asked for ahead of their use.
 template <class T, int GROUPS>
@@ -296,14 +298,15 @@ INLINE void merge(float& merged_max, float& merged_sum, float* merged, float max
   merged_sum = merged_sum * old_share + sum * new_share;
   const Vec old_factor = splat(old_share), new_factor = splat(new_share);
   for (int64_t i = 0; i < size; i += LANES)
-    store(merged + i, load(merged + i) * old_factor + load(out + i) * new_factor);
+    store(merged + i, fma(load(merged + i), old_factor, load(out + i) * new_factor));
   merged_max = new_max;
 }
 
 template <class T>
 void store_row(const Call<T>& call, const Tile& tile, int64_t r, const float* merged, float sum) {
   const int64_t group = call.group(), row = tile.first_row + r, head_dim = call.layout.head_dim;
-  T* out = call.out + (tile.first_token + row / group) * call.out_stride + (tile.kv_head * group + row % group) * head_dim;
+  const int64_t token = tile.first_token + row / group, head = tile.kv_head * group + row % group;
+  T* out = call.out + token * call.out_stride + head * head_dim;
   for (int64_t d = 0; d < head_dim; d += LANES)
     store_first(out + d, load(merged + d) / sum, static_cast<int>(std::min<int64_t>(LANES, head_dim - d)));
 }

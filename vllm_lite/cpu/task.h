@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 struct bf16;
@@ -17,12 +18,15 @@ struct StepCounters {
   int32_t num_tokens, num_seqs, num_decodes, num_rows;
 };
 
+// What a kernel with arrays of fixed size may take; others say what they need where they are called.
+constexpr int64_t MIN_SCRATCH_BYTES = 1 << 20;
+
 struct Task {
   const StepCounters& step;
   int thread, num_threads;
   std::atomic<int64_t>& next;  // 0 when a command begins
-  void* scratch;               // of this thread alone; holds nothing from one command to the next
-  int64_t scratch_bytes;
+  // Of this thread alone, MIN_SCRATCH_BYTES at least; holds nothing from one command to the next.
+  void* scratch;
 
   // The next piece of work that no thread has taken yet.
   int64_t take() const { return next.fetch_add(1, std::memory_order_relaxed); }

@@ -1,9 +1,9 @@
 // The threads that run commands: the caller and num_threads - 1 workers, all of which run every command of a list and
 // meet at a barrier after each one.
 //
-// Threads spin while they wait for each other and for the next list, since both are mostly near, and sleep once that takes
-// long: an idle server takes no processor time, and where other work has taken a thread's core, the thread that waits for
-// it leaves its own to whoever can use it.
+// Threads spin while they wait for each other and for the next list, since both are mostly near, and sleep once that
+// takes long: an idle server takes no processor time, and where other work has taken a thread's core, the thread that
+// waits for it leaves its own to whoever can use it.
 #include "task.h"
 
 #include <linux/futex.h>
@@ -38,8 +38,8 @@ int64_t now_ns() {
 
 class Team {
  public:
-  Team(int num_threads, int64_t scratch_bytes, const int32_t* cpus)
-      : num_threads_(num_threads), scratch_bytes_(scratch_bytes) {
+  Team(int num_threads, int64_t scratch_bytes, const int32_t* cpus) : num_threads_(num_threads) {
+    workers_.reserve(num_threads);
     for (int thread = 0; thread < num_threads; ++thread) {
       void* scratch = nullptr;
       if (posix_memalign(&scratch, 4096, scratch_bytes) != 0) throw std::bad_alloc();
@@ -61,6 +61,7 @@ class Team {
   ~Team() { stop(); }
 
   void run(const Command* commands, int64_t num_commands, const StepCounters* step) {
+    if (num_commands == 0) return;  // no barrier would keep the workers in step
     commands_ = commands;
     num_commands_ = num_commands;
     step_ = step;
@@ -113,7 +114,7 @@ class Team {
   }
 
   void run_commands(int thread) {
-    const Task task{*step_, thread, num_threads_, next_, scratch_[thread].get(), scratch_bytes_};
+    const Task task{*step_, thread, num_threads_, next_, scratch_[thread].get()};
     const Command* commands = commands_;
     const int64_t num_commands = num_commands_;
     for (int64_t i = 0; i < num_commands; ++i) {
@@ -158,7 +159,6 @@ class Team {
   }
 
   const int num_threads_;
-  const int64_t scratch_bytes_;
   std::vector<pthread_t> workers_;
   std::vector<std::unique_ptr<void, decltype(&free)>> scratch_;
   const Command* commands_ = nullptr;

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +34,12 @@ from vllm_lite.kernels.cpu_library import (
 
 logger = logging.getLogger(__name__)
 
-SCRATCH_BYTES = 4 * 2**20
-"""Of each thread. Panels of 16 rows of the widest weight must fit."""
+SCRATCH_BYTES = 8 * 2**20
+"""Of each thread; what is not used is no memory."""
+MAX_INNER_SIZE = 40_000
+"""Of a product: two panels of 16 columns as floats and 12 rows of floats must fit the scratch memory."""
+MAX_HEAD_DIM = 256
+"""As in attention.h."""
 PANEL_ROWS = 16
 """Rows of a weight that are packed together: COLUMNS in vector.h."""
 
@@ -109,6 +114,7 @@ class CpuKernels:
         self._counters = np.zeros(len(COUNTERS), np.int32)
         self._recording: CommandList | None = None
         self._pinned_caller: threading.Thread | None = None
+        self._process = os.getpid()
         self._library.team_new.restype = ctypes.c_void_p
         self._library.team_new.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_void_p)
         self._library.team_run.restype = None
@@ -122,9 +128,9 @@ class CpuKernels:
 
     def close(self) -> None:
         """Ends the threads. The kernels cannot be called any more."""
-        if self._team is not None:
+        if self._team is not None and os.getpid() == self._process:
             self._library.team_delete(self._team)
-            self._team = None
+        self._team = None
 
     def __del__(self) -> None:
         if getattr(self, "_team", None) is not None:
@@ -168,6 +174,8 @@ class CpuKernels:
 
     def replay(self, calls: CapturedCalls, shape: Shape) -> None:
         """Runs a captured list for a step of any shape."""
+        if os.getpid() != self._process:
+            raise RuntimeError("the CPU kernels' threads do not exist in a forked process: make the engine there")
         self._counters[:] = [getattr(shape, counter) for counter in COUNTERS]
         self._library.team_run(self._team, calls._commands, len(calls._commands), self._counters.ctypes.data)
 
@@ -176,7 +184,7 @@ class CpuKernels:
         rows, size = weight.shape
         if rows % PANEL_ROWS or not weight.is_contiguous():
             raise ValueError(f"a weight of shape {list(weight.shape)} cannot be packed in panels of {PANEL_ROWS} rows")
-        if size % elements_per_word(weight.dtype) or PANEL_ROWS * size * weight.dtype.itemsize > SCRATCH_BYTES:
+        if size % elements_per_word(weight.dtype) or size > MAX_INNER_SIZE:
             raise StartupError(f"the CPU kernels do not take weights of {size} columns in {weight.dtype}.")
         self.call(f"pack_{type_name(weight.dtype)}", _NO_STEP, weight, rows, size)
 

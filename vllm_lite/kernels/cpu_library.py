@@ -27,7 +27,10 @@ from vllm_lite.kernels.topology import available_cpus
 logger = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi", "-Wno-ignored-attributes")
+# Where a kernel wants a product and a sum rounded as one it says so: a row's bits must not depend on what the compiler
+# fuses in one copy of a function and not in another.
+ROUNDING = "-ffp-contract=off"
+FLAGS = ("-O3", "-march=native", ROUNDING, "-std=c++17", "-fPIC", "-Wno-psabi", "-Wno-ignored-attributes")
 LINK_FLAGS = ("-shared", "-pthread")
 COMPILER_TIMEOUT_S = 300
 """Of one file, which takes seconds."""

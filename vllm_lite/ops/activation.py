@@ -58,6 +58,10 @@ def activate(workspace: Workspace, shape: StepShape, x: torch.Tensor, kind: Acti
 
     x and out [max_tokens, size] of one dtype, any stride over tokens. out may be x.
     """
+    if workspace.cpu is not None:
+        name = f"activate_{type_name(x.dtype)}"
+        workspace.cpu.call(name, shape, x, out, x.stride(0), out.stride(0), x.shape[1], int(kind))
+        return
     num_tokens, size = shape.num_tokens, x.shape[1]
     x, out = x[:num_tokens], out[:num_tokens]
     if workspace.cuda is None:

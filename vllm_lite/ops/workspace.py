@@ -22,7 +22,7 @@ class Workspace:
 
     `native_dtypes` are the dtypes that the device multiplies in at full speed. The reference ops work in tiles that
     fit the scratch buffer, whatever the step's sizes. With `cuda`, the ops that have a kernel launch it; with `cpu`,
-    every op calls its kernel; otherwise the reference runs.
+    every op of a model calls its kernel; otherwise the reference runs.
     """
 
     def __init__(
