@@ -68,6 +68,38 @@ def test_sizes_that_no_memory_has_are_named(tmp_path: Path, changes: dict[str, i
         make_parts(model=str(folder))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA: 2.00 MiB are too many"),
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("unable to mmap 8 bytes from file <model>: Cannot allocate memory (12)"),
+    ],
+    ids=["of torch", "of Python", "of CUDA", "of the allocator", "of mmap"],
+)
+def test_a_lack_of_memory_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_to_build_the_model(monkeypatch, error)
+    with pytest.raises(StartupError, match="not enough memory for LlamaForCausalLM"):
+        make_parts(model=str(cached_checkpoint("llama")))
+
+
+def test_a_fault_of_the_gpu_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    fail_to_build_the_model(monkeypatch, error)
+    with pytest.raises(RuntimeError) as raised:
+        make_parts(model=str(cached_checkpoint("llama")))
+    assert raised.value is error
+
+
+def fail_to_build_the_model(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise error
+
+    monkeypatch.setattr(build, "build_model", fail)
+
+
 def test_end_ids_are_the_union_of_all_files(tmp_path: Path) -> None:
     folder = copy_checkpoint(cached_checkpoint("llama"), tmp_path / "model")
     edit_json(folder / "config.json", eos_token_id=[5, 6])

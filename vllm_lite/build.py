@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BUDGET_ON_CPU = 512
 TOKEN_BUDGET_ON_GPU = 2048
+NO_MEMORY = re.compile("out of memory|can(no|')t allocate|not enough memory|overflow", re.IGNORECASE)
+"""In a RuntimeError of torch's. A GPU that reports an illegal memory access has memory enough."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,8 @@ def _named_memory_errors(model: ModelConfig, max_model_len: int) -> Iterator[Non
     except StartupError:
         raise
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not re.search("memory|overflow", str(error)):
+        is_named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not is_named and NO_MEMORY.search(str(error)) is None:
             raise
         raise StartupError(
             f"there is not enough memory for {model.architecture} with {model.num_layers} layers, hidden size "

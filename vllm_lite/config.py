@@ -96,7 +96,7 @@ class EngineConfig:
         "auto", "where the model runs; auto takes an NVIDIA GPU that has what the kernels need, else the CPU"
     )
     num_threads: int | None = _option(
-        None, "threads of the CPU kernels (default: one for each core)", at_least=1, at_most=4096
+        None, "threads of the CPU kernels (default: one for each physical core)", at_least=1, at_most=4096
     )
 
     def __post_init__(self) -> None:

@@ -153,10 +153,35 @@ def test_case_f2_nothing_is_left_to_be_made_when_the_server_is_ready(gpu: Emulat
     assert (gpu.num_modules, len(gpu.graphs)) == made
 
 
-def test_what_cannot_be_captured_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_to_capture(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """The real `capture`, on a machine where torch can capture nothing."""
-    gpu = EmulatedGpu()
+
+    def fail() -> None:
+        raise error
+
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: (_ for _ in ()).throw(RuntimeError("out of memory\nat x")))
-    with pytest.raises(StartupError, match=r"^a decode cannot be captured.*\(out of memory\): use --enforce-eager$"):
-        super(EmulatedGpu, gpu).capture(lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", fail)
+    super(EmulatedGpu, EmulatedGpu()).capture(lambda: None)
+
+
+def test_what_cannot_be_captured_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "CUDA error: operation not permitted when stream is capturing"
+    with pytest.raises(StartupError, match=rf"^a decode cannot be captured.*\({reason}\): use --enforce-eager$"):
+        fail_to_capture(monkeypatch, RuntimeError(f"{reason}\nat x"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+    ],
+    ids=["memory", "access", "assert"],
+)
+def test_what_fails_for_another_reason_than_its_capture_stays_what_it_is(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        fail_to_capture(monkeypatch, error)
+    assert raised.value is error

@@ -61,8 +61,14 @@ def test_readable_by_others_is_no_harm(home: Path) -> None:
     assert private_cache_folder("cuda") == folder
 
 
+@pytest.mark.parametrize("mode", [0o1777, 0o1775])
+def test_a_sticky_folder_of_many_is_no_harm(home: Path, mode: int) -> None:
+    make(home, mode)
+    assert private_cache_folder("cuda") == home / "vllm_lite" / "cuda"
+
+
 def test_a_link_to_a_folder_of_ours_is_followed_once(home: Path, tmp_path: Path) -> None:
-    home.mkdir()
+    make(home)
     (home / "vllm_lite").symlink_to(make(tmp_path / "large disk"))
     folder = private_cache_folder("cuda")
     assert folder == tmp_path / "large disk" / "cuda"
@@ -78,7 +84,12 @@ def folder_writable(home: Path) -> None:
 
 
 def surroundings_writable(home: Path) -> None:
-    make(home, 0o777)
+    make(home, 0o707)
+
+
+def surroundings_writable_by_the_group(home: Path) -> None:
+    """As a umask of 002 leaves it."""
+    make(home, 0o775)
 
 
 def link_to_writable(home: Path) -> None:
@@ -105,7 +116,8 @@ def home_is_a_file(home: Path) -> None:
     [
         (parent_writable, r"others may write to \S+/vllm_lite; chmod go-w"),
         (folder_writable, r"others may write to \S+/vllm_lite/cuda; chmod go-w"),
-        (surroundings_writable, r"others may write to \S+/home; chmod o-w"),
+        (surroundings_writable, r"others may write to \S+/home; chmod go-w \S+/home"),
+        (surroundings_writable_by_the_group, r"others may write to \S+/home; chmod go-w \S+/home"),
         (link_to_writable, r"others may write to \S+/vllm_lite; chmod go-w"),
         (link_to_nowhere, r"File exists: '\S+/vllm_lite'"),
         (a_file, r"File exists: '\S+/vllm_lite'"),

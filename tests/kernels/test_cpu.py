@@ -103,6 +103,37 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
+def put_in_path(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Compilers by name, `_` for `+`, and no others."""
+    folder = folder / "bin"
+    folder.mkdir()
+    for name, script in scripts.items():
+        path = folder / name.replace("_", "+")
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_a_compiler_that_does_not_run_hides_none_that_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_path(tmp_path, monkeypatch, c__="exit 127", g__='[ "$1" = --version ]')
+    assert find_compiler() == str(tmp_path / "bin" / "g++")
+
+
+def test_the_first_compiler_that_runs_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_path(tmp_path, monkeypatch, c__="exit 0", g__="exit 0")
+    assert find_compiler() == str(tmp_path / "bin" / "c++")
+
+
+def test_where_no_compiler_runs_the_first_is_left_to_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_path(tmp_path, monkeypatch, g__="exit 127")
+    path = find_compiler()
+    assert path == str(tmp_path / "bin" / "g++")
+    with pytest.raises(CompileError, match="failed with exit code 127"):
+        build_library(path, tmp_path, FLAGS)
+    put_in_path(tmp_path / "bin", monkeypatch)
+    assert find_compiler() is None
+
+
 @dataclass(frozen=True)
 class _Team:
     library: Path

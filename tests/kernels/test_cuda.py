@@ -183,6 +183,25 @@ def test_source_that_does_not_compile_ends_the_start_with_the_log() -> None:
         load(NORM, module_class=BrokenModule)
 
 
+def test_shared_memory_that_the_driver_refuses_ends_the_start_with_the_kernels_name() -> None:
+    class SmallFunction(FakeFunction):
+        @property
+        def max_dynamic_shared_size_bytes(self) -> int:
+            return 0
+
+        @max_dynamic_shared_size_bytes.setter
+        def max_dynamic_shared_size_bytes(self, num_bytes: int) -> None:
+            raise FakeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+
+    class SmallModule(FakeModule):
+        def get_function(self, name: str) -> FakeFunction:
+            return SmallFunction()
+
+    large = Kernel("norm.cu", "layer_norm<float, 1>", 300 * 1024)
+    with pytest.raises(StartupError, match=r"^layer_norm<float, 1> of cuda/norm\.cu cannot .* 307200 .*INVALID_VALUE"):
+        load(NORM, large, module_class=SmallModule)
+
+
 def test_headers_are_put_in_once_and_lines_keep_their_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.cuh").write_text("#pragma once\nint a;\n")
     (tmp_path / "b.cuh").write_text('#pragma once\n#include "a.cuh"\nint b;\n')

@@ -28,6 +28,7 @@ from vllm_lite.errors import StartupError
 from vllm_lite.worker import gguf_format
 from vllm_lite.worker.checkpoint import open_checkpoint
 from vllm_lite.worker.gguf_format import huggingface_name
+from vllm_lite.worker.gguf_header import GGUFFile, open_gguf
 
 BLOCKS_OF_32 = [Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 K_QUANTS = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
@@ -77,6 +78,29 @@ def test_biases_of_a_llama_are_reordered_like_its_weights(tmp_path: Path) -> Non
 
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
     assert_same_tensors(load_tensors(path), model.state_dict())
+
+
+def test_pieces_of_a_reordered_tensor_leave_the_others_pages_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama", head_dim=16))
+    released: list[tuple[int, int]] = []
+    monkeypatch.setattr(GGUFFile, "release", lambda self, offset, length: released.append((offset, length)))
+    tensors = {tensor.name: tensor for tensor in open_checkpoint(EngineConfig(model=str(path))).tensors()}
+    query = tensors["model.layers.0.self_attn.q_proj.weight"]
+    (info,) = [info for info in open_gguf(path).tensors if info.name == "blk.0.attn_q.weight"]
+    row_bytes = 64 * 4
+    assert query.shape == (8 * 16, 64)
+
+    for rows in (slice(0, 16), slice(32, 64), slice(120, 128)):
+        query.read(rows)
+
+    # The last is the second half of a head: all of its odd rows.
+    assert released == [
+        (info.offset, 16 * row_bytes),
+        (info.offset + 32 * row_bytes, 32 * row_bytes),
+        (info.offset + 113 * row_bytes, 15 * row_bytes),
+    ]
 
 
 def test_a_tied_model_has_no_head(tmp_path: Path) -> None:

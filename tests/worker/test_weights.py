@@ -47,6 +47,24 @@ def test_each_tensor_is_read_once_and_what_has_no_target_never() -> None:
     assert sorted(reads) == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_weights", "rows"),
+    [
+        (torch.bfloat16, 2**33, 2048),
+        (torch.float32, 2**33, 1024),
+        (torch.bfloat16, 2**27, 128),
+        (torch.bfloat16, 2**20, 64),
+        (None, 2**33, 64),
+    ],
+)
+def test_pieces_are_large_where_little_is_made_of_them_and_small_beside_the_model(
+    dtype: torch.dtype | None, num_weights: int, rows: int
+) -> None:
+    pieces = list(CheckpointTensor("a", (5000, 4096), lambda rows: torch.empty(0), dtype).pieces(num_weights))
+    assert pieces[0] == slice(0, rows)
+    assert [row for piece in pieces for row in range(5000)[piece]] == list(range(5000))
+
+
 def test_a_missing_tensor_is_named_before_anything_is_read() -> None:
     def read(rows: slice) -> torch.Tensor:
         raise AssertionError("read although a tensor is missing")

@@ -69,8 +69,8 @@ def _check_surroundings(home: Path) -> None:
     status = home.stat()
     if status.st_uid not in (os.getuid(), 0):
         raise _UntrustedFolderError(f"{home} belongs to another user")
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise _UntrustedFolderError(f"others may write to {home}; chmod o-w {home}")
+    if status.st_mode & GROUP_OR_OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+        raise _UntrustedFolderError(f"others may write to {home}; chmod go-w {home}")
 
 
 def _check_ours_alone(folder: Path) -> None:

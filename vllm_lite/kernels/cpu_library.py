@@ -68,8 +68,17 @@ def missing_instructions(flags: frozenset[str]) -> str | None:
 
 
 def find_compiler() -> str | None:
-    """The path of the system's C++ compiler."""
-    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    """The path of the system's C++ compiler: the first that runs, else the first there is, whose failure says more."""
+    found = [path for name in COMPILERS if (path := shutil.which(name))]
+    return next(filter(_runs, found), found[0] if found else None)
+
+
+def _runs(compiler: str) -> bool:
+    try:
+        _run_all([[compiler, "--version"]])
+    except CompileError:
+        return False
+    return True
 
 
 def build_library(compiler: str, cache: Path, flags: Sequence[str], folder: Path | None = None) -> Path:

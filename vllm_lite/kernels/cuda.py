@@ -49,7 +49,7 @@ class Compiler:
     module_class: Callable[..., Any]
     """With the constructor and `get_function` of cupy.RawModule."""
     error: type[Exception] | tuple[type[Exception], ...]
-    """Raised for source that does not compile; its text is the compiler's log."""
+    """Raised for source that does not compile, its text is the compiler's log, and for what the driver refuses."""
     current_stream: Callable[[], int]
     """The address of the stream that launches go to."""
     versions: str
@@ -66,7 +66,8 @@ class _Stream:
 class CudaKernels:
     """Compiled kernels of one device, which the caller makes current in every thread that launches.
 
-    Raises StartupError with the compiler's log for source that does not compile.
+    Raises StartupError with the compiler's log for source that does not compile, and with the kernel's name where the
+    driver refuses its shared memory.
     """
 
     def __init__(self, kernels: Iterable[Kernel], device: torch.device, compiler: Compiler) -> None:
@@ -89,7 +90,13 @@ class CudaKernels:
         for kernel, function in zip(kernels, functions):
             # Asked for here and not at a launch, which may be captured in a graph.
             if kernel.shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
-                function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+                try:
+                    function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+                except compiler.error as error:
+                    raise StartupError(
+                        f"{kernel.name} of cuda/{source} cannot have the {kernel.shared_bytes} bytes of shared memory "
+                        f"that it needs: {error}"
+                    ) from error
             self._functions[kernel.name] = function, kernel.shared_bytes
 
     def launch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,7 +172,7 @@ def _with_own_head(model: ModelConfig, tensors: list[CheckpointTensor]) -> Model
         return model
     head, embedding = by_name[HEAD], by_name[EMBEDDING]
     if (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
-        torch.equal(head.read(rows), embedding.read(rows)) for rows in head.pieces()
+        torch.equal(head.read(rows), embedding.read(rows)) for rows in head.pieces(math.prod(head.shape))
     ):
         return model
     logger.warning("config.json ties %s to %s, but the checkpoint's differ: both are used as they are", HEAD, EMBEDDING)

@@ -13,17 +13,18 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CPU_FLAG = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
-"""The instructions without which a CPU computes in a 16-bit dtype far slower than in float32."""
+"""The instructions without which torch on a CPU computes in a 16-bit dtype far slower than in float32."""
 
 
 def resolve_dtype(
     config: EngineConfig, model: ModelConfig, is_gguf: bool, device: torch.device, has_cpu_kernels: bool = False
 ) -> torch.dtype:
-    """What `--dtype` says; under auto the checkpoint's dtype, as far as the chip computes in it at full speed.
+    """What `--dtype` says; under auto the checkpoint's dtype, as far as it is computed in at full speed.
 
-    GGUF and float32 checkpoints run in the chip's fastest dtype. A 16-bit checkpoint on a CPU without instructions
-    for its dtype runs in float32, which holds every value of it: same text, twice the memory, many times the speed.
-    The CPU kernels know bfloat16 whatever the chip has, and never float16.
+    GGUF and float32 checkpoints run in the chip's fastest dtype. The CPU kernels compute in bfloat16 and float32 on
+    every chip, never in float16: that runs in the faster of the two. Without them a 16-bit checkpoint on a CPU without
+    instructions for its dtype runs in float32, which holds every value of it: same text, twice the memory, many times
+    the speed.
     """
     wanted = config.torch_dtype_name
     if wanted != "auto" and not (has_cpu_kernels and wanted == "float16"):
@@ -36,7 +37,8 @@ def resolve_dtype(
         if has_bf16:
             return torch.bfloat16
         return torch.float32 if device.type == "cpu" else torch.float16
-    if stored == torch.bfloat16 if has_cpu_kernels else is_native(stored, device):
+    is_at_full_speed = stored == torch.bfloat16 if has_cpu_kernels else is_native(stored, device)
+    if is_at_full_speed:
         return stored
     fallback = torch.float32 if device.type == "cpu" else torch.float16
     if has_cpu_kernels and has_bf16:

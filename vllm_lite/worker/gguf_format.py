@@ -122,7 +122,10 @@ def _read(
         except NotImplementedError as error:
             raise _broken(file, info, f"is of type {tensor_type.name}, which is not supported") from error
         values = torch.from_numpy(expanded[picked] if blocks.ndim == 1 else expanded)
-    start, end, _ = (rows if order is None else slice(None)).indices(info.shape[0])
+    start, end, _ = rows.indices(info.shape[0])
+    if order is not None:
+        # Its neighbours are of the same heads, so what another piece still needs of them is little.
+        start, end = int(order[rows].min()), int(order[rows].max()) + 1
     row_bytes = num_bytes // info.shape[0]
     file.release(info.offset + start * row_bytes, (end - start) * row_bytes)
     return values

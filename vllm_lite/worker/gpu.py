@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,11 @@ from vllm_lite.worker.cuda_graphs import Replay
 from vllm_lite.worker.kv_cache import GpuMemory
 
 logger = logging.getLogger(__name__)
+
+GPU_FAULT = re.compile(
+    "CUDA error: (an illegal|misaligned address|device-side assert|unspecified launch|uncorrectable|hardware stack)"
+)
+"""What errors say that are a kernel's or the GPU's own, whatever is computed at that moment."""
 
 
 class Gpu:
@@ -44,7 +50,8 @@ class Gpu:
     def capture(self, function: Callable[[], None]) -> Replay:
         """As `Capture`, on the current device; all graphs share their memory, so only one runs at a time.
 
-        Raises StartupError where something cannot be captured.
+        Raises StartupError where something cannot be captured; a lack of memory and a fault of the GPU stay what they
+        are.
         """
         try:
             function()
@@ -53,6 +60,8 @@ class Gpu:
             with torch.cuda.graph(graph, pool=self._graph_pool):
                 function()
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or GPU_FAULT.search(str(error)):
+                raise
             reason = str(error).partition("\n")[0]
             raise StartupError(
                 f"a decode cannot be captured in a CUDA graph ({reason}): use --enforce-eager"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_lite.errors import StartupError
+from vllm_lite.kernels.topology import available_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,11 @@ NUM_NAMES_SHOWN = 5
 MAX_LOADING_THREADS = 8
 """More would only wait for memory."""
 PIECE_SIZE = 2**18
-"""Elements that are read at a time: what they are expanded into on the way stays in a core's cache."""
+"""Elements of a quantised tensor that are read at a time: what they are expanded into stays in a core's cache."""
+PLAIN_PIECE_BYTES = 16 * 2**20
+"""Of other tensors, at most: for each piece the file is opened anew, which takes up to half a millisecond."""
+MIN_NUM_PIECES = 256
+"""That many make up all weights, so that those which the threads hold at a time are a small part of a small model."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,13 @@ class CheckpointTensor:
     read: Callable[[slice], torch.Tensor]
     dtype: torch.dtype | None = None
 
-    def pieces(self) -> Iterator[slice]:
-        """The whole tensor as slices of its first dimension, of which not much memory is needed at a time."""
+    def pieces(self, num_weights: int) -> Iterator[slice]:
+        """The whole tensor as slices of its first dimension, small beside the `num_weights` elements that are read."""
+        size = PIECE_SIZE
+        if self.dtype is not None:
+            size = max(size, min(PLAIN_PIECE_BYTES // self.dtype.itemsize, num_weights // MIN_NUM_PIECES))
         num_rows, *sizes = self.shape
-        step = max(1, PIECE_SIZE // max(1, math.prod(sizes)))
+        step = max(1, size // max(1, math.prod(sizes)))
         return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
@@ -68,7 +75,8 @@ def load_weights(
                 raise StartupError(f"tensor {name} is stored as {source.dtype}: only unquantised weights can be read.")
             targets[name][rows].copy_(source)
 
-    pieces = [(name, rows) for name in targets for rows in by_name[name].pieces()]
+    num_weights = sum(target.numel() for target in targets.values())
+    pieces = [(name, rows) for name in targets for rows in by_name[name].pieces(num_weights)]
     num_threads = min(num_available_cores(), MAX_LOADING_THREADS)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load-weights") as pool:
         for _ in pool.map(copy, pieces):
@@ -85,7 +93,7 @@ def fill_with_random(targets: Mapping[str, torch.Tensor], seed: int) -> None:
 
 def num_available_cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(available_cpus())
 
 
 def _check(by_name: Mapping[str, CheckpointTensor], targets: Mapping[str, torch.Tensor]) -> None:
