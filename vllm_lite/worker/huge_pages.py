@@ -14,6 +14,8 @@ import torch
 HUGE_PAGE_BYTES = 2 * 2**20
 CHUNK_BYTES = 128 * 2**20
 ALIGNMENT = 64
+MOST_BYTES = 2**62
+"""What torch can count."""
 MADV_HUGEPAGE = 14
 
 
@@ -39,8 +41,10 @@ class Arena:
         self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised, in host memory."""
+        """Uninitialised, in host memory. Raises MemoryError, or torch's RuntimeError, where there is not enough."""
         num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > MOST_BYTES:
+            raise MemoryError(f"{num_bytes} bytes are more than any memory has")
         if self._used + num_bytes > len(self._chunk):
             self._chunk = prefer_huge_pages(torch.empty(max(num_bytes, CHUNK_BYTES), dtype=torch.uint8))
             self._used = 0
