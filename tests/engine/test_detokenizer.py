@@ -203,4 +203,4 @@ def _time_of(length: int, make: Callable[[], Detokenizer], ids: Sequence[int]) -
 def test_the_cost_of_a_token_is_constant(text: str) -> None:
     ids = BYTES.encode(text * 4500)
     make = lambda: Detokenizer(BYTES, SamplingParams(stop=["END"]), BYTES.encode("abc"))  # noqa: E731
-    assert _time_of(4000, make, ids) < 1.5 * _time_of(0, make, ids)
+    assert _time_of(4000, make, ids) < 3 * _time_of(0, make, ids)

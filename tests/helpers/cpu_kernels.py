@@ -25,6 +25,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "avx512": ("-O0", "-march=haswell", "-DVECTOR_LANES=16"),
     "avx512_bf16": ("-O0", "-march=haswell", "-DVECTOR_LANES=16", "-DEMULATE_BF16_DOT"),
 }
+if "avx512f" not in cpu_flags():
+    del PATHS["avx2"]  # the same as native
 
 SANITIZED = "CPU_KERNELS_SANITIZED"
 """Set in the environment: the tests run on kernels that watch their own accesses and arithmetic (`test_sanitizers`)."""
