@@ -91,7 +91,9 @@ def test_activations_of_extreme_numbers(space: Workspace, kind: Activation) -> N
     x = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30, torch.inf, torch.nan]])
     out = torch.empty_like(x)
     activate(space, tokens_shape(1), x, kind, out)
-    assert out[0, :-1].tolist() == [0.0, 0.0, 0.0, 200.0, x[0, 4], torch.inf]
+    assert out[0, :-2].tolist() == [0.0, 0.0, 0.0, 200.0, x[0, 4]]
+    # torch's own exact GELU makes NaN of infinity where it uses AVX-512, which ends a broken model's request as well.
+    assert out[0, -2] == torch.inf or (space.cuda is None and kind is Activation.GELU and out[0, -2].isnan())
     assert out[0, -1].isnan()
 
 

@@ -30,6 +30,8 @@ namespace {
 
 constexpr int64_t PARTITION = 256;
 constexpr int64_t TILE_ROWS = 48;
+// From one row's scores to the next one's: rows a power of 2 apart would fall on the same few lines of the first-level cache.
+constexpr int64_t ROW_STRIDE = PARTITION + 32;
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t MAX_BLOCK_SIZE = 32;
 // With so many rows it pays to bring a partition's keys and values together first.
@@ -69,8 +71,8 @@ template <class T>
 struct Scratch {
   alignas(64) float widened[TILE_ROWS * MAX_HEAD_DIM];         // queries, where products take floats
   alignas(64) T queries[TILE_ROWS * MAX_HEAD_DIM];             // side by side
-  alignas(64) float scores[TILE_ROWS * PARTITION];
-  alignas(64) Operand<T> weights[TILE_ROWS * PARTITION];       // exp(score - max)
+  alignas(64) float scores[TILE_ROWS * ROW_STRIDE];
+  alignas(64) Operand<T> weights[TILE_ROWS * ROW_STRIDE];       // exp(score - max)
   alignas(64) float outs[TILE_ROWS * MAX_HEAD_DIM];            // of one partition
   alignas(64) float merged[TILE_ROWS * MAX_HEAD_DIM];
   alignas(64) T last_values[MAX_BLOCK_SIZE * MAX_HEAD_DIM];    // a block whose end is not part of the context
@@ -181,7 +183,7 @@ void score_keys(const Call<T>& call, const Tile& tile, const Operand<T>* queries
   const auto multiply = [&](auto element, const auto& keys) {
     for_tiles(tile.num_rows, [&](int64_t r, int rows) {
       multiply_rows<decltype(element)>(rows, queries + r * layout.head_dim, layout.head_dim, keys, num_groups,
-                                       scores + r * PARTITION, PARTITION);
+                                       scores + r * ROW_STRIDE, ROW_STRIDE);
     });
   };
   if (tile.num_rows < ROWS_WORTH_GATHERING)
@@ -205,8 +207,8 @@ void weigh_row(const Call<T>& call, const Tile& tile, int64_t r, int64_t first, 
   const int32_t last_key = static_cast<int32_t>(position - first);
   const int32_t first_key = static_cast<int32_t>(call.first_seen(position) - first);
   const float slope = call.alibi_slopes == nullptr ? 0.0f : call.alibi_slopes[head];
-  float* scores = scratch.scores + r * PARTITION;
-  Operand<T>* weights = scratch.weights + r * PARTITION;
+  float* scores = scratch.scores + r * ROW_STRIDE;
+  Operand<T>* weights = scratch.weights + r * ROW_STRIDE;
 
   Vec most = splat(-INFINITY);
   for (int64_t i = begin - first; i < end - first; i += LANES) {
@@ -256,7 +258,7 @@ void sum_values(const Call<T>& call, const Tile& tile, int64_t first, int64_t be
   const ValueColumns<T, true> rest{blocks, num_blocks, block_size, head_dim, num_whole * COLUMNS};
   const auto multiply = [&](auto element, auto most_panels, const auto& panels, int num_panels, int64_t column) {
     for_tiles(tile.num_rows, [&](int64_t r, int rows) {
-      multiply_rows<decltype(element), most_panels>(rows, weights + r * PARTITION, PARTITION, panels, num_panels,
+      multiply_rows<decltype(element), most_panels>(rows, weights + r * ROW_STRIDE, ROW_STRIDE, panels, num_panels,
                                                     scratch.outs + r * out_size + column, static_cast<int>(out_size));
     });
   };
@@ -293,6 +295,12 @@ int64_t end_partition(int64_t last_position) { return last_position / PARTITION 
 INLINE void merge(float& merged_max, float& merged_sum, float* merged, float max, float sum, const float* out,
                   int64_t size) {
   if (max == -INFINITY) return;  // nothing was seen
+  if (merged_max == -INFINITY) {
+    merged_max = max;
+    merged_sum = sum;
+    memcpy(merged, out, size * sizeof(float));
+    return;
+  }
   const float new_max = merged_max > max ? merged_max : max;
   const float old_share = exp_of(merged_max - new_max), new_share = exp_of(max - new_max);
   merged_sum = merged_sum * old_share + sum * new_share;
@@ -307,8 +315,9 @@ void store_row(const Call<T>& call, const Tile& tile, int64_t r, const float* me
   const int64_t group = call.group(), row = tile.first_row + r, head_dim = call.layout.head_dim;
   const int64_t token = tile.first_token + row / group, head = tile.kv_head * group + row % group;
   T* out = call.out + token * call.out_stride + head * head_dim;
+  const Vec factor = splat(1.0f / sum);
   for (int64_t d = 0; d < head_dim; d += LANES)
-    store_first(out + d, load(merged + d) / sum, static_cast<int>(std::min<int64_t>(LANES, head_dim - d)));
+    store_first(out + d, load(merged + d) * factor, static_cast<int>(std::min<int64_t>(LANES, head_dim - d)));
 }
 
 // All partitions of a tile, and its rows of `out`.

@@ -19,8 +19,9 @@ void write_kv(const Task& task, const T* key, const T* value, const int32_t* slo
     const int64_t tile = layout.tile(slot / block_size, head), offset = slot % block_size;
     const T* from_key = key + token * key_stride + head * head_dim;
     const T* from_value = value + token * value_stride + head * head_dim;
+    for (int64_t d = 0; d < head_dim; d += STEP<T>)
+      memcpy(key_cache + tile + layout.key_at<T>(offset, d), from_key + d, STEP<T> * sizeof(T));
     // Two tokens of a bf16 pair may be written by two threads at once: element by element, they do not meet.
-    for (int64_t d = 0; d < head_dim; ++d) key_cache[tile + layout.key_at<T>(offset, d)] = from_key[d];
     for (int64_t d = 0; d < head_dim; ++d) value_cache[tile + layout.value_at<T>(offset, d)] = from_value[d];
   }
 }

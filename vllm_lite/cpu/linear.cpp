@@ -26,21 +26,22 @@ void multiply(const Task& task, const T* x, int64_t x_stride, int64_t num_rows, 
   const int64_t begin = task.begin(num_units), end = task.begin(num_units, 1);
   const int64_t operand_bytes = size * static_cast<int64_t>(sizeof(Operand<T>));
   const int64_t most = std::max<int64_t>(1, SLAB_BYTES / (operand_bytes * MAX_ROWS)) * MAX_ROWS;
-  // Few rows: several panels at a time, whose sums together fill the registers, from places of this thread's share that
-  // lie apart: each is read from its beginning to its end, as memory likes it. Many rows: one, which stays in the cache.
-  const int num_streams = num_rows > MAX_ROWS ? 1 : std::max(1, max_panels(static_cast<int>(num_rows)) / PARTS);
+  // Several panels at a time, whose sums together fill the registers, from places of this thread's share that lie apart:
+  // each is read from its beginning to its end, as memory likes it.
+  const int rows_of_tile = static_cast<int>(std::min<int64_t>(num_rows, MAX_ROWS));
+  const int num_streams = std::max(1, max_panels(rows_of_tile) / PARTS);
   const int64_t stream_size = (end - begin + num_streams - 1) / num_streams;
   constexpr int TILE_STRIDE = MAX_PANELS * COLUMNS;
   alignas(64) float tile[MAX_ROWS * TILE_STRIDE];
   Operand<T>* gathered_panels = static_cast<Operand<T>*>(task.scratch);
-  float* wide_rows = static_cast<float*>(task.scratch) + PARTS * COLUMNS * size;
+  float* wide_rows = static_cast<float*>(task.scratch) + num_streams * PARTS * COLUMNS * size;
   for (int64_t first = 0; first < num_rows; first += most) {
     const int64_t rows_of_slab = std::min(most, num_rows - first);
     int64_t stride = x_stride;
     const Operand<T>* slab = operand_rows<T>(x + first * x_stride, stride, rows_of_slab, size, wide_rows);
     const int64_t num_tiles = (rows_of_slab + MAX_ROWS - 1) / MAX_ROWS;
     for (int64_t step = 0; step < stream_size; ++step) {
-      PackedPanels<T, true> source{{}, size};
+      PackedPanels<T, true> source{{}, size, Ahead::of_stream()};
       int64_t units[MAX_PANELS];
       int num_units_now = 0;
       for (int64_t unit = begin + step; unit < end; unit += stream_size) {
@@ -52,6 +53,7 @@ void multiply(const Task& task, const T* x, int64_t x_stride, int64_t num_rows, 
         for (int64_t t = 0; t < num_tiles; ++t) {
           const int64_t row = rows_of_slab * t / num_tiles, next = rows_of_slab * (t + 1) / num_tiles;
           const int rows = static_cast<int>(next - row);
+          if (num_tiles > 1) source.ahead = Ahead::of_pass(t, num_tiles, COLUMNS * size * sizeof(T));
           multiply_tile(rows, slab + row * stride);
           for (int u = 0; u < num_units_now; ++u)
             finish(first + row, rows, units[u], tile + u * PARTS * COLUMNS, TILE_STRIDE);
@@ -78,6 +80,10 @@ void multiply(const Task& task, const T* x, int64_t x_stride, int64_t num_rows, 
 template <class Each>
 INLINE void for_columns(int64_t unit, int64_t num_columns, const Each& each) {
   const int64_t first = unit * COLUMNS, end = std::min(num_columns, first + COLUMNS);
+  if (end - first == COLUMNS) {  // so that nothing is asked again for each vector
+    UNROLL for (int v = 0; v < VECS; ++v) each(first + v * LANES, LANES, v * LANES);
+    return;
+  }
   for (int64_t column = first; column < end; column += LANES)
     each(column, static_cast<int>(std::min<int64_t>(LANES, end - column)), column - first);
 }

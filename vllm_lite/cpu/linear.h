@@ -10,16 +10,32 @@
 template <class T>
 constexpr bool IS_WIDENED = sizeof(Operand<T>) != sizeof(T);
 
+// What is asked for ahead of its use while a panel is read: for each byte of it, `rate` bytes from `start` on, which is
+// relative to the panel. The memory is to work all the time, whether a panel is read once or many times.
+struct Ahead {
+  static constexpr int64_t STREAM_BYTES = 2048;
+  static constexpr int64_t PASSES = 4;  // over a panel, during which the next one comes
+  int64_t start, rate_shift;
+
+  // Each panel is read once: what comes next lies behind.
+  static Ahead of_stream() { return {STREAM_BYTES, 0}; }
+  // The panel of `panel_bytes` is read for the `pass`-th time; the next panel lies behind it.
+  static Ahead of_pass(int64_t pass, int64_t num_passes, int64_t panel_bytes) {
+    const int64_t shift = num_passes >= PASSES ? 2 : num_passes - 1;
+    return {panel_bytes + pass * (panel_bytes >> shift), shift};
+  }
+};
+
 // Some panels as a source of `multiply_rows`. IS_STREAM: they come from memory, and are asked for ahead of their use.
 template <class T, bool IS_STREAM, int PANELS = MAX_PANELS>
 struct PackedPanels {
-  static constexpr int64_t BYTES_AHEAD = 2048;
   const T* panels[PANELS];
   int64_t size;
+  Ahead ahead;
 
   template <int N>
   PackedPanels<T, IS_STREAM, N> take(int first) const {
-    PackedPanels<T, IS_STREAM, N> result{{}, size};
+    PackedPanels<T, IS_STREAM, N> result{{}, size, ahead};
     UNROLL for (int p = 0; p < N; ++p) result.panels[p] = panels[first + p];
     return result;
   }
@@ -28,7 +44,10 @@ struct PackedPanels {
   void enter(int64_t) {}
   IntVec words(int panel, int64_t k, int v) const {
     const T* step = panels[panel] + k * COLUMNS;
-    if (IS_STREAM && v == 0) __builtin_prefetch(reinterpret_cast<const char*>(step) + BYTES_AHEAD);
+    if (IS_STREAM && v == 0) {
+      const int64_t bytes = k * COLUMNS * static_cast<int64_t>(sizeof(T));
+      __builtin_prefetch(reinterpret_cast<const char*>(panels[panel]) + ahead.start + (bytes >> ahead.rate_shift));
+    }
     return load_words(step + v * LANES * STEP<T>);
   }
 };
@@ -37,7 +56,7 @@ struct PackedPanels {
 // tiles use them; every element's sum stays the same.
 template <class T, int MOST, class Panels>
 PackedPanels<Operand<T>, false, MOST> gathered(Panels panels, int count, Operand<T>* memory) {
-  PackedPanels<Operand<T>, false, MOST> result{{}, panels.num_segments() * panels.segment_size()};
+  PackedPanels<Operand<T>, false, MOST> result{{}, panels.num_segments() * panels.segment_size(), {}};
   for (int p = 0; p < count; ++p) result.panels[p] = memory + p * COLUMNS * result.size;
   int64_t start = 0;
   for (int64_t segment = 0; segment < panels.num_segments(); ++segment) {

@@ -22,20 +22,26 @@ template <class T, int ROWS, int PANELS, class Panels>
 static void multiply_tile(const Operand<T>* __restrict x, int64_t x_stride, Panels panels, float* __restrict tile,
                           int tile_stride) {
   constexpr bool IS_TIGHT = LANES == 8 && ROWS * PANELS * VECS > 8;  // of 16 registers
+  // With 32 registers, a row's value is multiplied with all panels while it is in one; with 16, panels come in turn.
+  constexpr int TOGETHER = LANES == 16 ? PANELS : 1;
   Vec sums[ROWS][PANELS * VECS] = {};
+  TileRows<Operand<T>, ROWS> rows(x, x_stride);
   for (int64_t segment = 0; segment < panels.num_segments(); ++segment) {
     panels.enter(segment);
     const int64_t size = panels.segment_size();
-    for (int64_t k = 0; k < size; k += STEP<T>)
-      UNROLL for (int p = 0; p < PANELS; ++p) {
-        const auto words = [&](int v) { return panels.words(p, k, v); };
-        multiply_add<T, ROWS, VECS, IS_TIGHT>(&sums[0][p * VECS], PANELS * VECS, words, x + k, x_stride);
+    for (int64_t k = 0; k < size; k += STEP<T>) {
+      repeat<PANELS / TOGETHER>([&](auto group) INLINED {
+        const auto words = [&](int v) INLINED { return panels.words(group * TOGETHER + v / VECS, k, v % VECS); };
+        Vec* sums_of_group = &sums[0][group * TOGETHER * VECS];
+        multiply_add<T, ROWS, TOGETHER * VECS, IS_TIGHT>(sums_of_group, PANELS * VECS, words, rows);
         if (IS_TIGHT && PANELS > 1) drop_loaded_values();
-      }
-    x += size;
+      });
+      rows.advance(STEP<T>);
+    }
   }
-  UNROLL for (int r = 0; r < ROWS; ++r)
-    UNROLL for (int i = 0; i < PANELS * VECS; ++i) store(tile + r * tile_stride + i * LANES, sums[r][i]);
+  repeat<ROWS>([&](auto r) INLINED {
+    repeat<PANELS * VECS>([&](auto i) INLINED { store(tile + r * tile_stride + i * LANES, sums[r][i]); });
+  });
 }
 
 template <class T, int ROWS, int PANELS, class Source>
@@ -47,8 +53,8 @@ static void multiply_panels(const Operand<T>* x, int64_t x_stride, const Source&
     if (first < end) multiply_panels<T, ROWS, PANELS / 2>(x, x_stride, source, first, end, tile, tile_stride);
 }
 
-// The same for numbers of rows (MAX_ROWS at most) and panels known at run time, MOST of them side by side in a tile. source.take<N>(p) gives N panels from
-// the p-th on.
+// The same for numbers of rows (MAX_ROWS at most) and panels known at run time, MOST of them side by side in a tile.
+// source.take<N>(p) gives N panels from the p-th on.
 template <class T, int MOST = MAX_PANELS, int ROWS = MAX_ROWS, class Source>
 INLINE void multiply_rows(int rows, const Operand<T>* x, int64_t x_stride, const Source& source, int num_panels,
                           float* tile, int tile_stride) {

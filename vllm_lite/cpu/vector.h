@@ -13,6 +13,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #if defined(VECTOR_LANES)
 constexpr int LANES = VECTOR_LANES;
@@ -32,10 +34,23 @@ constexpr int LANES = 8;
 
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+// A lambda for `repeat`: each([&](auto i) INLINED { ... }).
+#define INLINED __attribute__((always_inline))
 
 struct bf16 {
   uint16_t bits;
 };
+
+// Calls each(i) for i = 0 to N - 1, each i a constant: arrays that are indexed by nothing else live in registers, whatever
+// the compiler makes of loops.
+template <class Each, int... I>
+INLINE void repeat(const Each& each, std::integer_sequence<int, I...>) {
+  (each(std::integral_constant<int, I>()), ...);
+}
+template <int N, class Each>
+INLINE void repeat(const Each& each) {
+  repeat(each, std::make_integer_sequence<int, N>());
+}
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
@@ -99,16 +114,19 @@ INLINE Vec load(const bf16* p) {
   return (Vec)(__builtin_convertvector(bits, IntVec) << 16);
 }
 
-// x rounded to the nearest bf16, in the high half of each word.
+// x rounded to the nearest bf16: as such, and in the high half of each word.
+#if HAS_BF16_DOT && !defined(EMULATE_BF16_DOT)
+INLINE ShortVec to_bf16(Vec x) { return (ShortVec)_mm512_cvtneps_pbh((__m512)x); }  // 0 for what is below 2^-126
+INLINE IntVec round_to_bf16(Vec x) { return __builtin_convertvector(to_bf16(x), IntVec) << 16; }
+#else
 INLINE IntVec round_to_bf16(Vec x) {
   const IntVec bits = (IntVec)x;
   const IntVec rounded = bits + 0x7fff + ((bits >> 16) & 1);
   return (x != x ? bits | 0x400000 : rounded) & static_cast<int32_t>(0xffff0000);
 }
-INLINE void store(bf16* p, Vec x) {
-  const IntVec bits = (IntVec)((round_to_bf16(x) >> 16) & 0xffff);
-  *reinterpret_cast<UnalignedShortVec*>(p) = __builtin_convertvector(bits, ShortVec);
-}
+INLINE ShortVec to_bf16(Vec x) { return __builtin_convertvector((round_to_bf16(x) >> 16) & 0xffff, ShortVec); }
+#endif
+INLINE void store(bf16* p, Vec x) { *reinterpret_cast<UnalignedShortVec*>(p) = to_bf16(x); }
 
 // What x becomes when it is stored as a T and read again.
 template <class T>
@@ -138,6 +156,9 @@ INLINE void store_first(T* p, Vec x, int n) {
 
 // Sums and maxima over the lanes, halving by halving: the same order wherever it is used.
 INLINE float sum_of(Vec x) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return _mm512_reduce_add_ps((__m512)x);
+#endif
   alignas(64) float lanes[LANES];
   store(lanes, x);
   UNROLL for (int half = LANES / 2; half > 0; half /= 2)
@@ -145,6 +166,9 @@ INLINE float sum_of(Vec x) {
   return lanes[0];
 }
 INLINE float max_of(Vec x) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return _mm512_reduce_max_ps((__m512)x);
+#endif
   float result = x[0];
   UNROLL for (int i = 1; i < LANES; ++i) result = x[i] > result ? x[i] : result;
   return result;
@@ -222,25 +246,46 @@ INLINE IntVec join_words(const void* low, const void* high) {
 // the first-level cache again.
 INLINE void drop_loaded_values() { __asm__ volatile("" ::: "memory"); }
 
-// sums[r][v] += words(v) * x[r] for the rows of a tile, whose sums lie `stride` vectors apart; x points to this step.
+// Where the rows of a tile have their next elements. Only every third row has a pointer of its own, from which an address
+// reaches the two after it; with an offset for each row, as the compiler would have it, addresses run out of registers.
+template <class E, int ROWS>
+struct TileRows {
+  static constexpr int NUM_POINTERS = (ROWS + 2) / 3;
+  const E* pointers[NUM_POINTERS];
+  int64_t stride;
+
+  TileRows(const E* x, int64_t x_stride) : stride(x_stride) {
+    repeat<NUM_POINTERS>([&](auto i) INLINED { pointers[i] = x + 3 * i * x_stride; });
+  }
+  const E* operator[](int row) const { return pointers[row / 3] + row % 3 * stride; }
+  void advance(int count) {
+    repeat<NUM_POINTERS>([&](auto i) INLINED {
+      pointers[i] += count;
+      __asm__ volatile("" : "+r"(pointers[i]));  // the compiler must not know that they keep their distance
+    });
+  }
+};
+
+// sums[r][v] += words(v) * x[r] for this step of a tile's rows, whose sums lie `stride` vectors apart.
 // IS_TIGHT says that the sums leave few registers.
 template <class T, int ROWS, int NUM_WORDS, bool IS_TIGHT, class Words>
-INLINE void multiply_add(Vec* sums, int stride, const Words& words, const float* x, int64_t x_stride) {
+INLINE void multiply_add(Vec* sums, int stride, const Words& words, const TileRows<float, ROWS>& x) {
   Vec columns[NUM_WORDS];
+  const auto add = [&](auto element) INLINED {
+    repeat<ROWS>([&](auto r) INLINED {
+      const Vec value = splat(x[r][element]);
+      repeat<NUM_WORDS>([&](auto v) INLINED { sums[r * stride + v] = fma(value, columns[v], sums[r * stride + v]); });
+    });
+  };
   if constexpr (STEP<T> == 2) {
-    UNROLL for (int v = 0; v < NUM_WORDS; ++v) columns[v] = (Vec)(words(v) << 16);
-    UNROLL for (int r = 0; r < ROWS; ++r) {
-      const Vec value = splat(x[r * x_stride]);
-      UNROLL for (int v = 0; v < NUM_WORDS; ++v) sums[r * stride + v] = fma(value, columns[v], sums[r * stride + v]);
-    }
+    repeat<NUM_WORDS>([&](auto v) INLINED { columns[v] = (Vec)(words(v) << 16); });
+    add(std::integral_constant<int, 0>());
     if (IS_TIGHT) drop_loaded_values();
   }
-  UNROLL for (int v = 0; v < NUM_WORDS; ++v)
+  repeat<NUM_WORDS>([&](auto v) INLINED {
     columns[v] = (Vec)(STEP<T> == 2 ? words(v) & static_cast<int32_t>(0xffff0000) : words(v));
-  UNROLL for (int r = 0; r < ROWS; ++r) {
-    const Vec value = splat(x[r * x_stride + STEP<T> - 1]);
-    UNROLL for (int v = 0; v < NUM_WORDS; ++v) sums[r * stride + v] = fma(value, columns[v], sums[r * stride + v]);
-  }
+  });
+  add(std::integral_constant<int, STEP<T> - 1>());
 }
 #if HAS_BF16_DOT
 INLINE Vec dot_pairs(Vec sum, IntVec a, IntVec b) {
@@ -252,15 +297,16 @@ INLINE Vec dot_pairs(Vec sum, IntVec a, IntVec b) {
 #endif
 }
 template <class T, int ROWS, int NUM_WORDS, bool IS_TIGHT, class Words>
-INLINE void multiply_add(Vec* sums, int stride, const Words& words, const bf16* x, int64_t x_stride) {
+INLINE void multiply_add(Vec* sums, int stride, const Words& words, const TileRows<bf16, ROWS>& x) {
   IntVec columns[NUM_WORDS];
-  UNROLL for (int v = 0; v < NUM_WORDS; ++v) columns[v] = words(v);
-  UNROLL for (int r = 0; r < ROWS; ++r) {
+  repeat<NUM_WORDS>([&](auto v) INLINED { columns[v] = words(v); });
+  repeat<ROWS>([&](auto r) INLINED {
     int32_t pair;
-    memcpy(&pair, x + r * x_stride, 4);
-    UNROLL for (int v = 0; v < NUM_WORDS; ++v)
+    memcpy(&pair, x[r], 4);
+    repeat<NUM_WORDS>([&](auto v) INLINED {
       sums[r * stride + v] = dot_pairs(sums[r * stride + v], columns[v], splat(pair));
-  }
+    });
+  });
 }
 #endif
 
