@@ -16,6 +16,7 @@ from vllm_lite.kernels.cpu import PANEL_ROWS, CpuKernels
 from vllm_lite.kernels.cuda import CudaKernels
 from vllm_lite.models.registry import build_model
 from vllm_lite.worker.model_runner import ModelRunner
+from vllm_lite.worker.weights import CheckpointTensor, load_weights
 
 
 @dataclass
@@ -50,9 +51,8 @@ def make_runner(
     targets = model.weight_targets()
     leftover = {name for name in state.keys() - targets.keys() if not model.is_ignored(name)}
     assert not leftover, f"unused: {sorted(leftover)}"
-    for name, target in targets.items():
-        assert target.shape == state[name].shape, name
-        target.copy_(state[name])
+    tensors = [CheckpointTensor(name, tuple(t.shape), t.__getitem__, t.dtype) for name, t in state.items()]
+    load_weights(tensors, targets, model.is_ignored)
     if cpu is not None:
         cpu.pack_all(model.options.matrices)
     return ModelRunner(
