@@ -42,6 +42,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+LAYER_NORM_FAMILIES: dict[str, tuple[Any, Any]] = {
     "gpt2": (GPT2Config, GPT2LMHeadModel),
     "opt": (OPTConfig, OPTForCausalLM),
     "bloom": (BloomConfig, BloomForCausalLM),
@@ -99,14 +101,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random float32 model; `overrides` are fields of the Hugging Face configuration."""
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class = {**FAMILIES, **LAYER_NORM_FAMILIES}[family]
+    bias_std = 0.1 if family in LAYER_NORM_FAMILIES else 0.5  # more, and the last norm's decides about every token
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = model_class(config_class(**{**SIZES_OF.get(family, SIZES), **overrides})).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(".bias"):
-                    parameter.normal_(0.0, 0.5)
+                    parameter.normal_(0.0, bias_std)
                 elif parameter.dim() == 1:
                     parameter.normal_(1.0, 0.2)
     return model

@@ -1,4 +1,4 @@
-"""The vocabulary's two ends: the embedding of token ids, and the head that gives logits or the greedy token; positions."""
+"""Embeddings of token ids and of positions, and the head that gives logits or the greedy token."""
 
 from __future__ import annotations
 

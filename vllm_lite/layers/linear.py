@@ -98,9 +98,9 @@ class FusedLinear(Linear):
 
 
 class HeadwiseQKVLinear(Linear):
-    """Queries, keys and values as one product, whose rows the checkpoint holds head by head: a head's query, key, value.
+    """Queries, keys and values as one product, which the checkpoint holds head by head: a head's query, key and value.
 
-    Here they lie as everywhere else: all queries, then all keys, then all values.
+    Here their rows lie as everywhere else: all queries, then all keys, then all values.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class HeadwiseQKVLinear(Linear):
     def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """`<prefix>weight` as [num_heads, 3, head_dim, in_features], and `<prefix>bias` likewise."""
         return {
-            name: target.unflatten(0, self._rows).transpose(0, 1)
+            name: target.view(*self._rows, *target.shape[1:]).transpose(0, 1)
             for name, target in super().weight_targets(prefix).items()
         }
 

@@ -50,7 +50,10 @@ class CausalLM(ABC):
         self.lm_head = LMHead(options, config.vocab_size, config.embedding_size, tied_to)
 
     def weight_targets(self) -> dict[str, torch.Tensor]:
-        """What each tensor of a Hugging Face checkpoint fills, by name: views of the parameters, as `load_weights` says."""
+        """What each tensor of a Hugging Face checkpoint fills, by name.
+
+        Views of the parameters, as `load_weights` takes them.
+        """
         return {
             **self.embed_tokens.weight_targets(self.embedding_name.removesuffix("weight")),
             **self.body_targets(self.base_prefix),

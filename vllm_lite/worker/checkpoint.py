@@ -26,7 +26,7 @@ from vllm_lite.worker.hub import HubRepo, default_model_path, local_path, small_
 from vllm_lite.worker.pickle_format import open_pickle
 from vllm_lite.worker.safetensors_format import open_safetensors
 from vllm_lite.worker.weight_files import FORMATS_OF, WeightFiles, choose_weight_files
-from vllm_lite.worker.weights import FLOAT_DTYPES, CheckpointTensor, fill_with_random, load_weights
+from vllm_lite.worker.weights import FLOAT_DTYPES, HEADS, CheckpointTensor, fill_with_random, load_weights
 
 __all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint", "tokenizer_path"]
 
@@ -79,7 +79,7 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     if config.load_format == "npcache":
         logger.info("--load-format npcache reads the same files as pt, and writes no cache")
     read = open_safetensors if files.format == "safetensors" else open_pickle
-    tensors = _with_base_prefix(model, [tensor for name in files.names for tensor in read(path / name)])
+    tensors = _with_model_names(model, [tensor for name in files.names for tensor in read(path / name)])
     return Checkpoint(_with_own_head(_with_stored_dtype(model, tensors), tensors), path, _tensors=tensors)
 
 
@@ -165,14 +165,16 @@ def _with_stored_dtype(model: ModelConfig, tensors: list[CheckpointTensor]) -> M
     )
 
 
-def _with_base_prefix(model: ModelConfig, tensors: list[CheckpointTensor]) -> list[CheckpointTensor]:
-    """Under the names that the model has for them, where the files hold those of its base model, as older ones do."""
+def _with_model_names(model: ModelConfig, tensors: list[CheckpointTensor]) -> list[CheckpointTensor]:
+    """Under the names that the model has for them.
+
+    Older files may hold those of the base model, which lack what begins the others, beside a head.
+    """
     cls = model_class(model.architecture)
-    prefix, head = cls.base_prefix, cls.head_name
-    if any(tensor.name.startswith(prefix) for tensor in tensors):
-        return tensors
+    missing = "" if any(tensor.name.startswith(cls.base_prefix) for tensor in tensors) else cls.base_prefix
     return [
-        tensor if tensor.name == head else dataclasses.replace(tensor, name=prefix + tensor.name) for tensor in tensors
+        dataclasses.replace(tensor, name=cls.head_name if tensor.name in HEADS else missing + tensor.name)
+        for tensor in tensors
     ]
 
 

@@ -31,9 +31,10 @@ def read_model_config(folder: Path, *, trust_remote_code: bool) -> ModelConfig:
     architecture = _architecture(values, trust_remote_code=trust_remote_code)
     family = FAMILIES[architecture]
     fields = _sizes(values, family)
+    max_len = fields["max_position_embeddings"]
     fields |= {
         "norm_eps": values.number(family.key("rms_norm_eps", values), family.norm_eps),
-        "rope": RopeConfig() if family.rope is None else read_rope(values, fields["max_position_embeddings"], family.rope),
+        "rope": RopeConfig() if family.rope is None else read_rope(values, max_len, family.rope),
         "sliding_windows": _sliding_windows(values, family, fields["num_layers"]),
         "hidden_act": values.text(family.key("hidden_act", values), family.hidden_act),
         "tie_word_embeddings": values.flag("tie_word_embeddings", family.tie_word_embeddings),

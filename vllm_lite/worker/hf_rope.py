@@ -16,7 +16,7 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """What an architecture's file calls theta and the share of a head that is turned, the key that counts most first."""
+    """How a file calls theta and the share of a head that is turned, the spelling that counts most first."""
 
     theta: tuple[str, ...] = ("rope_theta",)
     partial_rotary_factor: tuple[str, ...] = ("partial_rotary_factor",)

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HEADS = ("lm_head.weight", "embed_out.weight")
+"""What checkpoints call the matrix that gives the logits."""
 NUM_NAMES_SHOWN = 5
 MAX_LOADING_THREADS = 8
 """More would only wait for memory."""
