@@ -79,7 +79,10 @@ def _bloom(values: ConfigValues) -> dict[str, Any]:
 
 
 def _gpt_neox(values: ConfigValues) -> dict[str, Any]:
-    return {"has_parallel_residual": values.flag("use_parallel_residual", True)}
+    return {
+        "has_parallel_residual": values.flag("use_parallel_residual", True),
+        **dict.fromkeys(("qkv_bias", "o_bias"), values.flag("attention_bias", True)),
+    }
 
 
 FAMILIES = {
@@ -160,8 +163,6 @@ FAMILIES = {
         hidden_act="gelu",
         eos_token_id=2,
         rope=RopeKeys(("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor"), partial=0.25),
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
         mlp_bias=True,
     ),
 }
