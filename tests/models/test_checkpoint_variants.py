@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def embedding_of(family: str) -> str:
     return EMBEDDINGS[LAYER_NORM_FAMILIES[family][1].__name__]
 
 
-def change(family: str, tmp_path: Path, edit: Callable[[Tensors], Tensors], **overrides: object) -> Path:
+def change(family: str, tmp_path: Path, edit: Callable[[Tensors], Tensors], **overrides: Any) -> Path:
     """A checkpoint with other tensors in model.safetensors."""
     folder = copy_checkpoint(cached_checkpoint(family, **overrides), tmp_path / "model")
     tensors = edit(load_file(folder / "model.safetensors"))
