@@ -22,11 +22,15 @@ from tests.helpers.checkpoints import (
     copy_checkpoint,
     edit_json,
     make_model,
+    reference_greedy,
     reference_model,
     save_checkpoint,
 )
 from tests.helpers.cpu_kernels import cpu_kernels
 from tests.helpers.runner import last_logits, load_runner
+from vllm_lite import SamplingParams
+from vllm_lite.build import build_parts
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.models.registry import MODELS
 
@@ -223,3 +227,21 @@ def test_an_architecture_that_does_not_run_is_refused_with_those_that_do(tmp_pat
     with pytest.raises(StartupError) as caught:
         load_runner(folder)
     assert all(name in str(caught.value) for name in ("GPTJForCausalLM", *MODELS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_l8_every_stored_dtype_starts_by_default(
+    family: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = cached_checkpoint(family, dtype=dtype)
+    with caplog.at_level(logging.INFO, "vllm_lite"):
+        parts = build_parts(EngineConfig(model=str(folder), num_kv_blocks=128, num_threads=1, device="cpu"))
+    parts.engine.add_request("0", None, PROMPT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    ids: list[int] = []
+    while parts.engine.has_unfinished:
+        for delta in parts.engine.step(parts.executor):
+            ids.extend(delta.outputs[0].token_ids)
+    assert len(ids) == 16
+    if "CausalLM in float32" in caplog.text or "HeadModel in float32" in caplog.text:
+        assert ids == reference_greedy(folder, PROMPT, 16)

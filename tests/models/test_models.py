@@ -90,8 +90,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox, yarn": ("gpt_neox", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
 }
-FIRST_NAMES = ["gpt2", "opt, small embedding, norms after", "bloom, 6 heads", "gpt_neox"]
-"""One for each family with layer norms."""
+LAYER_NORM_NAMES = ["gpt2", "opt, small embedding, norms after", "bloom, 6 heads", "gpt_neox"]
+"""One of each family with layer norms."""
 
 
 @pytest.fixture(params=["torch", "kernels"])
@@ -119,7 +119,7 @@ def test_equals_hugging_face(name: str, cpu: CpuKernels | None) -> None:
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2, windows from layer 1", "qwen3", *FIRST_NAMES])
+@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2, windows from layer 1", "qwen3", *LAYER_NORM_NAMES])
 def test_chunks_and_mixed_batches_change_nothing(name: str, block_size: int, cpu: CpuKernels | None) -> None:
     folder = checkpoint(name)
     runner = load_runner(folder, block_size=block_size, cpu=cpu)
@@ -132,7 +132,7 @@ def test_chunks_and_mixed_batches_change_nothing(name: str, block_size: int, cpu
 @pytest.mark.parametrize(
     ("dtype", "has_kernels"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
 )
-@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2", "qwen3", "llama, tied", *FIRST_NAMES])
+@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2", "qwen3", "llama, tied", *LAYER_NORM_NAMES])
 def test_16_bits_stay_close_to_hugging_face(name: str, dtype: torch.dtype, has_kernels: bool) -> None:
     """Where a token differs, Hugging Face in that dtype must have had the two almost level; 3 tokens are required."""
     folder = checkpoint(name)
@@ -148,7 +148,7 @@ def test_16_bits_stay_close_to_hugging_face(name: str, dtype: torch.dtype, has_k
     assert gaps.max().item() < (0.1 if dtype == torch.bfloat16 else 0.02) * spread
 
 
-@pytest.mark.parametrize("name", ["qwen3", *FIRST_NAMES])
+@pytest.mark.parametrize("name", ["qwen3", *LAYER_NORM_NAMES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_depend_on_neither_chunks_nor_neighbours_nor_threads_nor_capture(dtype: torch.dtype, name: str) -> None:
     folder = checkpoint(name)
@@ -190,7 +190,7 @@ def test_a_tied_head_in_the_file_is_ignored_and_inv_freq_too() -> None:
     assert not untied.is_ignored("lm_head.weight")
 
 
-@pytest.mark.parametrize("name", ["qwen3, biases", *FIRST_NAMES])
+@pytest.mark.parametrize("name", ["qwen3, biases", *LAYER_NORM_NAMES])
 def test_weight_targets_are_views_that_cover_every_parameter_once(name: str) -> None:
     config = read_model_config(checkpoint(name), trust_remote_code=False)
     model = build_model(config, torch.float32, 128)
