@@ -119,7 +119,9 @@ def test_equals_hugging_face(name: str, cpu: CpuKernels | None) -> None:
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2, windows from layer 1", "qwen3", *LAYER_NORM_NAMES])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral, window 9", "qwen2, windows from layer 1", "qwen3", *LAYER_NORM_NAMES]
+)
 def test_chunks_and_mixed_batches_change_nothing(name: str, block_size: int, cpu: CpuKernels | None) -> None:
     folder = checkpoint(name)
     runner = load_runner(folder, block_size=block_size, cpu=cpu)

@@ -5,8 +5,8 @@ Where a key is missing, each architecture has its own default, the one that tran
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vllm_lite.config import INT32_MAX, ModelConfig, RopeConfig
 from vllm_lite.errors import StartupError
@@ -30,22 +30,38 @@ def read_model_config(folder: Path, *, trust_remote_code: bool) -> ModelConfig:
     generation = read_json(generation_path) if generation_path.exists() else ConfigValues({}, str(generation_path))
     architecture = _architecture(values, trust_remote_code=trust_remote_code)
     family = FAMILIES[architecture]
-    fields = _sizes(values, family)
-    max_len = fields["max_position_embeddings"]
-    fields |= {
-        "norm_eps": values.number(family.key("rms_norm_eps", values), family.norm_eps),
-        "rope": RopeConfig() if family.rope is None else read_rope(values, max_len, family.rope),
-        "sliding_windows": _sliding_windows(values, family, fields["num_layers"]),
-        "hidden_act": values.text(family.key("hidden_act", values), family.hidden_act),
-        "tie_word_embeddings": values.flag("tie_word_embeddings", family.tie_word_embeddings),
-        "qkv_bias": _bias(values, family.qkv_bias),
-        "o_bias": _bias(values, family.o_bias),
-        "mlp_bias": _bias(values, family.mlp_bias),
-        "qk_norm": family.qk_norm,
-        "eos_token_ids": _eos_token_ids(values, generation, family.eos_token_id),
-        "dtype": _dtype_name(values),
-    }
-    config = ModelConfig(architecture=architecture, **{**fields, **family.own(values)})
+
+    def key(setting: str) -> str:
+        return family.key(setting, values)
+
+    hidden_size = values.integer(key("hidden_size"))
+    num_layers = values.integer(key("num_hidden_layers"), at_most=MAX_LAYERS)
+    num_heads = values.integer(key("num_attention_heads"), at_most=MAX_HEADS)
+    inner = None if family.intermediate_factor is None else family.intermediate_factor * hidden_size
+    max_position_embeddings = values.integer(key("max_position_embeddings"), family.max_position_embeddings)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=values.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=values.integer(key("intermediate_size"), inner),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(values, family, num_heads),
+        head_dim=_head_dim(values, family, hidden_size, num_heads),
+        max_position_embeddings=max_position_embeddings,
+        norm_eps=values.number(key("rms_norm_eps"), family.norm_eps),
+        rope=RopeConfig() if family.rope is None else read_rope(values, max_position_embeddings, family.rope),
+        sliding_windows=_sliding_windows(values, family, num_layers),
+        hidden_act=values.text(key("hidden_act"), family.hidden_act),
+        tie_word_embeddings=values.flag("tie_word_embeddings", family.tie_word_embeddings),
+        qkv_bias=_bias(values, family.qkv_bias),
+        o_bias=_bias(values, family.o_bias),
+        mlp_bias=_bias(values, family.mlp_bias),
+        qk_norm=family.qk_norm,
+        eos_token_ids=_eos_token_ids(values, generation, family.eos_token_id),
+        dtype=_dtype_name(values),
+    )
+    config = replace(config, **family.own(values))
     check_heads(config, values.source, is_rotary=family.rope is not None)
     return config
 
@@ -96,37 +112,21 @@ def _architecture(values: ConfigValues, *, trust_remote_code: bool) -> str:
     return names[0]
 
 
-def _sizes(values: ConfigValues, family: Family) -> dict[str, Any]:
-    """The fields of ModelConfig that are sizes."""
-
-    def key(setting: str) -> str:
-        return family.key(setting, values)
-
-    hidden_size = values.integer(key("hidden_size"))
-    num_heads = values.integer(key("num_attention_heads"), at_most=MAX_HEADS)
-    default_kv_heads = family.num_kv_heads if "num_key_value_heads" not in values else None
-    inner = None if family.intermediate_factor is None else family.intermediate_factor * hidden_size
-    return {
-        "vocab_size": values.integer("vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": values.integer(key("intermediate_size"), inner),
-        "num_layers": values.integer(key("num_hidden_layers"), at_most=MAX_LAYERS),
-        "num_heads": num_heads,
-        "num_kv_heads": values.integer("num_key_value_heads", default_kv_heads or num_heads),
-        "head_dim": _head_dim(values, family, hidden_size, num_heads),
-        "max_position_embeddings": values.integer(key("max_position_embeddings"), family.max_position_embeddings),
-    }
+def _num_kv_heads(values: ConfigValues, family: Family, num_heads: int) -> int:
+    if not family.has_own_heads:
+        return num_heads
+    default = family.num_kv_heads if "num_key_value_heads" not in values else None
+    return values.integer("num_key_value_heads", default or num_heads)
 
 
 def _head_dim(values: ConfigValues, family: Family, hidden_size: int, num_heads: int) -> int:
-    is_given = family.has_own_head_dim and (values.get("head_dim") is not None or family.head_dim is not None)
-    if is_given:
+    if family.has_own_heads and (values.get("head_dim") is not None or family.head_dim is not None):
         return values.integer("head_dim", family.head_dim)
     if hidden_size % num_heads:
         keys = family.key("hidden_size", values), family.key("num_attention_heads", values)
         raise StartupError(
             f"{values.source}: {keys[0]} {hidden_size} is not a multiple of {keys[1]} {num_heads}"
-            f"{', and there is no head_dim' if family.has_own_head_dim else ''}."
+            f"{', and there is no head_dim' if family.has_own_heads else ''}."
         )
     return hidden_size // num_heads
 

@@ -24,8 +24,8 @@ class Family:
     """None: as many as attention heads."""
     head_dim: int | None = None
     """None: hidden size / attention heads."""
-    has_own_head_dim: bool = True
-    """Whether a key says it."""
+    has_own_heads: bool = True
+    """Whether keys may say the two; otherwise it is always None's rule."""
     intermediate_factor: int | None = None
     """intermediate_size / hidden_size where the file does not say the former; None: it must."""
     norm_eps: float = 1e-6
@@ -112,7 +112,7 @@ FAMILIES = {
             "hidden_act": ("activation_function",),
         },
         own=_gpt2,
-        has_own_head_dim=False,
+        has_own_heads=False,
         intermediate_factor=4,
         norm_eps=1e-5,
         hidden_act="gelu_new",
@@ -127,7 +127,7 @@ FAMILIES = {
         2048,
         keys={"intermediate_size": ("ffn_dim",), "hidden_act": ("activation_function",)},
         own=_opt,
-        has_own_head_dim=False,
+        has_own_heads=False,
         hidden_act="relu",
         tie_word_embeddings=True,
         eos_token_id=2,
@@ -144,7 +144,7 @@ FAMILIES = {
             "rms_norm_eps": ("layer_norm_epsilon",),
         },
         own=_bloom,
-        has_own_head_dim=False,
+        has_own_heads=False,
         intermediate_factor=4,
         norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -158,7 +158,7 @@ FAMILIES = {
         2048,
         keys={"rms_norm_eps": ("layer_norm_eps",)},
         own=_gpt_neox,
-        has_own_head_dim=False,
+        has_own_heads=False,
         norm_eps=1e-5,
         hidden_act="gelu",
         eos_token_id=2,
