@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.checkpoints import FAMILIES as LLAMA_FAMILIES
 from tests.helpers.checkpoints import (
     LAYER_NORM_FAMILIES,
     REMOVED,
@@ -37,14 +38,20 @@ from vllm_lite.models.registry import MODELS
 Tensors = dict[str, torch.Tensor]
 
 PROMPT = [(17 * i + 5) % 254 + 2 for i in range(40)]
-PREFIXES = {"gpt2": "transformer.", "opt": "model.", "bloom": "transformer.", "gpt_neox": "gpt_neox."}
+PREFIXES = {
+    "llama": "model.",
+    "gpt2": "transformer.",
+    "opt": "model.",
+    "bloom": "transformer.",
+    "gpt_neox": "gpt_neox.",
+}
 HEADS = {family: "embed_out.weight" if family == "gpt_neox" else "lm_head.weight" for family in PREFIXES}
-EMBEDDINGS = {cls.__name__: cls.embedding_name for cls in MODELS.values()}
 FAMILIES = list(LAYER_NORM_FAMILIES)
 
 
 def embedding_of(family: str) -> str:
-    return EMBEDDINGS[LAYER_NORM_FAMILIES[family][1].__name__]
+    _, hugging_face_s = {**LLAMA_FAMILIES, **LAYER_NORM_FAMILIES}[family]
+    return MODELS[hugging_face_s.__name__].embedding_name
 
 
 def change(family: str, tmp_path: Path, edit: Callable[[Tensors], Tensors], **overrides: Any) -> Path:
@@ -70,7 +77,7 @@ def assert_equals(folder: Path, expected: torch.Tensor, *, has_kernels: bool = T
 
 @pytest.mark.parametrize("has_head", [False, True], ids=["no head", "equal head"])
 @pytest.mark.parametrize("has_prefix", [False, True], ids=["base names", "full names"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", *FAMILIES])
 def test_case_l5_names_with_and_without_what_begins_them(
     family: str, has_prefix: bool, has_head: bool, tmp_path: Path
 ) -> None:
@@ -229,6 +236,13 @@ def test_an_architecture_that_does_not_run_is_refused_with_those_that_do(tmp_pat
     assert all(name in str(caught.value) for name in ("GPTJForCausalLM", *MODELS))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_need_no_file(family: str, tmp_path: Path) -> None:
+    folder = copy_checkpoint(cached_checkpoint(family), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert len(answer(folder, load_format="dummy", dtype="float32")) == 16
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_case_l8_every_stored_dtype_starts_by_default(
@@ -236,12 +250,18 @@ def test_case_l8_every_stored_dtype_starts_by_default(
 ) -> None:
     folder = cached_checkpoint(family, dtype=dtype)
     with caplog.at_level(logging.INFO, "vllm_lite"):
-        parts = build_parts(EngineConfig(model=str(folder), num_kv_blocks=128, num_threads=1, device="cpu"))
+        ids = answer(folder)
+    assert len(ids) == 16
+    if "CausalLM in float32" in caplog.text or "HeadModel in float32" in caplog.text:
+        assert ids == reference_greedy(folder, PROMPT, 16)
+
+
+def answer(folder: Path, **fields: Any) -> list[int]:
+    """Greedy ids of the engine as it starts for a folder."""
+    parts = build_parts(EngineConfig(model=str(folder), num_kv_blocks=128, num_threads=1, device="cpu", **fields))
     parts.engine.add_request("0", None, PROMPT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     ids: list[int] = []
     while parts.engine.has_unfinished:
         for delta in parts.engine.step(parts.executor):
             ids.extend(delta.outputs[0].token_ids)
-    assert len(ids) == 16
-    if "CausalLM in float32" in caplog.text or "HeadModel in float32" in caplog.text:
-        assert ids == reference_greedy(folder, PROMPT, 16)
+    return ids
