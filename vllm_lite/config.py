@@ -179,7 +179,8 @@ class ModelConfig:
     """What the checkpoint says about the model, under one set of names whatever its file format.
 
     `sliding_windows` has an entry a layer: the window in tokens (a query sees itself and the `window - 1` tokens
-    before it), or None for full attention. `eos_token_ids` is the union over the checkpoint's files.
+    before it), or None for full attention. `eos_token_ids` is the union over the checkpoint's files. What an
+    architecture has no use for, such as RoPE where positions are learnt, stays at its default.
     """
 
     architecture: str
@@ -200,9 +201,28 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    word_embed_proj_dim: int | None = None
+    """Size of the embedding where that is not hidden_size."""
+    norm_is_first: bool = True
+    """Whether a branch reads the normalised residual stream, or the stream is normalised after it."""
+    norm_is_residual: bool = False
+    """Whether the normalised stream takes the stream's place."""
+    norm_is_affine: bool = True
+    has_final_norm: bool = True
+    has_parallel_residual: bool = False
+    """Whether a layer's MLP reads what its attention reads."""
+    scale_attention: bool = True
+    """Whether scores are divided by the root of head_dim."""
+    scale_attention_by_layer: bool = False
+    """Whether they are divided by the layer's number, too, from 1 on."""
     eos_token_ids: frozenset[int] = frozenset()
     dtype: str | None = None
     """What the checkpoint's weights are in (float32, bfloat16, float16), None where it does not say."""
+
+    @property
+    def embedding_size(self) -> int:
+        """Of a token's embedding, and of what the head reads."""
+        return self.hidden_size if self.word_embed_proj_dim is None else self.word_embed_proj_dim
 
 
 def flag_of(name: str) -> str:

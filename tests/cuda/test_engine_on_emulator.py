@@ -15,7 +15,7 @@ from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.checked_kernels import checked_kernels
 from tests.helpers.checkpoints import cached_checkpoint, reference_greedy, reference_model
 from tests.helpers.engine_fakes import greedy
-from tests.helpers.runner import last_logits, make_runner
+from tests.helpers.runner import last_logits, load_runner
 from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.step import StepInput, StepOutput
@@ -43,9 +43,9 @@ def runner_of(
     folder: Path, dtype: torch.dtype, *, on_emulator: bool, is_checked: bool = False, **sizes: Any
 ) -> ModelRunner:
     """With a cache full of NaN, which no token may see."""
-    config = read_model_config(folder, trust_remote_code=False)
-    kernels = (checked_kernels() if is_checked else emulated(dtype, config.head_dim)) if on_emulator else None
-    runner = make_runner(config, reference_model(folder).state_dict(), dtype, cuda=kernels, block_size=8, **sizes)
+    head_dim = read_model_config(folder, trust_remote_code=False).head_dim
+    kernels = (checked_kernels() if is_checked else emulated(dtype, head_dim)) if on_emulator else None
+    runner = load_runner(folder, dtype, cuda=kernels, block_size=8, **sizes)
     for layer in runner.caches:
         layer.key.fill_(torch.nan)
         layer.value.fill_(torch.nan)
@@ -102,8 +102,12 @@ class Engine:
         ("llama", {"num_key_value_heads": 8, "hidden_size": 80, "num_attention_heads": 8}),
         ("mistral", {"sliding_window": 10}),
         ("qwen3", {}),
+        ("gpt2", {"num_hidden_layers": 2}),
+        ("opt", {"num_hidden_layers": 2, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+        ("bloom", {"num_hidden_layers": 2, "num_attention_heads": 6, "hidden_size": 48}),
+        ("gpt_neox", {"num_hidden_layers": 2}),
     ],
-    ids=["llama", "llama-odd-heads", "mistral-window", "qwen3"],
+    ids=["llama", "llama-odd-heads", "mistral-window", "qwen3", "gpt2", "opt-small-embedding", "bloom-6-heads", "neox"],
 )
 def test_tokens_are_those_of_hugging_face(family: str, overrides: dict[str, Any]) -> None:
     folder = cached_checkpoint(family, **overrides)

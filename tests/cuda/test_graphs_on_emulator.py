@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cuda.emulator import missing_requirement
-from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.checkpoints import cached_checkpoint, reference_greedy
 from tests.helpers.emulated_gpu import EmulatedGpu
 from tests.helpers.runner import DrivenSequence, make_step
 from vllm_lite import SamplingParams, build
@@ -37,7 +37,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
 
 def make_parts(**fields: Any) -> build.EngineParts:
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 16, "max_model_len": 64, "num_kv_blocks": 40, "block_size": 8}
-    config = EngineConfig(model=str(cached_checkpoint()), num_threads=1, dtype="float32", seed=0, **{**sizes, **fields})
+    common = {"model": str(cached_checkpoint()), "num_threads": 1, "dtype": "float32", "seed": 0}
+    config = EngineConfig(**{**common, **sizes, **fields})
     return build.build_parts(config)
 
 
@@ -185,3 +186,12 @@ def test_what_fails_for_another_reason_than_its_capture_stays_what_it_is(
     with pytest.raises(RuntimeError) as raised:
         fail_to_capture(monkeypatch, error)
     assert raised.value is error
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "gpt_neox"])
+def test_captured_decodes_of_models_with_layer_norms(gpu: EmulatedGpu, family: str) -> None:
+    overrides: dict[str, Any] = {"word_embed_proj_dim": 32} if family == "opt" else {}
+    folder = cached_checkpoint(family, **overrides)
+    parts = make_parts(model=str(folder), max_num_seqs=3)
+    expected = [reference_greedy(folder, prompt, NUM_TOKENS + 2 * i) for i, prompt in enumerate(PROMPTS)]
+    assert run(parts, params_of("greedy")) == expected

@@ -17,10 +17,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -29,11 +37,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+LAYER_NORM_FAMILIES: dict[str, tuple[Any, Any]] = {
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "opt": (OPTConfig, OPTForCausalLM),
+    "bloom": (BloomConfig, BloomForCausalLM),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -46,6 +60,16 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 1,
     "initializer_range": 0.2,
+}
+LAYER_NORM_SIZES: dict[str, Any] = {
+    name: SIZES[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "initializer_range")
+} | {"num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES_OF: dict[str, dict[str, Any]] = {
+    "qwen3": {**SIZES, "head_dim": 16},  # its default of 128 loops on one token
+    "gpt2": {**LAYER_NORM_SIZES, "n_positions": 128, "n_inner": 128},
+    "opt": {**LAYER_NORM_SIZES, "ffn_dim": 128, "max_position_embeddings": 128, "init_std": 0.2, "pad_token_id": 0},
+    "bloom": LAYER_NORM_SIZES,
+    "gpt_neox": {**LAYER_NORM_SIZES, "intermediate_size": 128, "max_position_embeddings": 128},
 }
 
 
@@ -77,15 +101,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random float32 model; `overrides` are fields of the Hugging Face configuration."""
-    config_class, model_class = FAMILIES[family]
-    own_sizes = {"head_dim": 16} if family == "qwen3" else {}  # its default of 128 loops on one token
+    config_class, model_class = {**FAMILIES, **LAYER_NORM_FAMILIES}[family]
+    bias_std = 0.1 if family in LAYER_NORM_FAMILIES else 0.5  # more, and the last norm's decides about every token
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = model_class(config_class(**{**SIZES, **own_sizes, **overrides})).eval()
+        model: PreTrainedModel = model_class(config_class(**{**SIZES_OF.get(family, SIZES), **overrides})).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(".bias"):
-                    parameter.normal_(0.0, 0.5)
+                    parameter.normal_(0.0, bias_std)
                 elif parameter.dim() == 1:
                     parameter.normal_(1.0, 0.2)
     return model

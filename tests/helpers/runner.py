@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from tests.helpers.sampling import GREEDY, Row, sampling_input
-from vllm_lite.config import ModelConfig
+from vllm_lite.config import EngineConfig, ModelConfig
 from vllm_lite.engine.step import StepInput, StepShape
 from vllm_lite.kernels.cpu import PANEL_ROWS, CpuKernels
 from vllm_lite.kernels.cuda import CudaKernels
+from vllm_lite.models.causal_lm import CausalLM
 from vllm_lite.models.registry import build_model
+from vllm_lite.worker.checkpoint import open_checkpoint
 from vllm_lite.worker.model_runner import ModelRunner
+from vllm_lite.worker.weights import CheckpointTensor, load_weights
 
 
 @dataclass
@@ -47,12 +52,51 @@ def make_runner(
 ) -> ModelRunner:
     """A runner whose model has the weights of `state`, a Hugging Face state dict that must fill every target."""
     model = build_model(config, dtype, max_model_len, panel_rows=1 if cpu is None else PANEL_ROWS)
-    targets = model.weight_targets()
-    leftover = {name for name in state.keys() - targets.keys() if not model.is_ignored(name)}
+    leftover = {name for name in state.keys() - model.weight_targets().keys() if not model.is_ignored(name)}
     assert not leftover, f"unused: {sorted(leftover)}"
-    for name, target in targets.items():
-        assert target.shape == state[name].shape, name
-        target.copy_(state[name])
+    tensors = [CheckpointTensor(name, tuple(t.shape), t.__getitem__, t.dtype) for name, t in state.items()]
+    load_weights(tensors, model.weight_targets(), model.is_ignored)
+    return runner_of(
+        model,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        cuda=cuda,
+        cpu=cpu,
+        enforce_eager=enforce_eager,
+    )
+
+
+def load_runner(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    cuda: CudaKernels | None = None,
+    cpu: CpuKernels | None = None,
+    **sizes: Any,
+) -> ModelRunner:
+    """A runner of the checkpoint in a folder, opened and loaded as the server does."""
+    checkpoint = open_checkpoint(EngineConfig(model=str(folder)))
+    model = build_model(checkpoint.config, dtype, 128, panel_rows=1 if cpu is None else PANEL_ROWS)
+    checkpoint.load_into(model.weight_targets(), model.is_ignored)
+    return runner_of(model, cuda=cuda, cpu=cpu, **sizes)
+
+
+def runner_of(
+    model: CausalLM,
+    *,
+    max_model_len: int = 128,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
+    block_size: int = 16,
+    num_blocks: int = 64,
+    cuda: CudaKernels | None = None,
+    cpu: CpuKernels | None = None,
+    enforce_eager: bool = False,
+) -> ModelRunner:
+    """A runner of a model whose parameters have been filled."""
     if cpu is not None:
         cpu.pack_all(model.options.matrices)
     return ModelRunner(

@@ -399,8 +399,9 @@ def small_model() -> ModelConfig:
         ({"head_dim": 5}, "the model has 5"),
         ({"intermediate_size": 53248}, "layers of even sizes up to 40000, the model has 64, 53248, 64"),
         ({"hidden_size": 63}, "the model has 63, 128, 64"),
+        ({"word_embed_proj_dim": 33}, "the model has 64, 128, 64, 33"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_a_model_beyond_the_kernels_is_computed_by_torch(
     sizes: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture

@@ -12,10 +12,11 @@ import torch
 
 from tests.helpers.checkpoints import cached_checkpoint, reference_greedy, reference_model
 from tests.helpers.cpu_kernels import cpu_kernels
-from tests.helpers.runner import greedy_ids, last_logits, logits_after_prompts, make_runner
+from tests.helpers.runner import greedy_ids, last_logits, load_runner, logits_after_prompts, make_runner
 from vllm_lite.config import RopeConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.kernels.cpu import CpuKernels
+from vllm_lite.models.bloom import alibi_slopes
 from vllm_lite.models.registry import build_model, model_class
 from vllm_lite.worker.hf_config import read_model_config
 
@@ -56,7 +57,41 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, yarn untruncated": ("llama", {"rope_parameters": {**YARN, "truncate": False}}),
     "llama, yarn with mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
     "llama, yarn with attention factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "gpt2": ("gpt2", {}),
+    "gpt2, 259 tokens, exact gelu": ("gpt2", {"seed": 1, "vocab_size": 259, "activation_function": "gelu"}),
+    "gpt2, untied, inner size null": ("gpt2", {"tie_word_embeddings": False, "n_inner": None}),
+    "gpt2, scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2, scores unscaled": ("gpt2", {"scale_attn_weights": False}),
+    "opt": ("opt", {}),
+    "opt, untied": ("opt", {"tie_word_embeddings": False}),
+    "opt, gelu": ("opt", {"activation_function": "gelu"}),
+    "opt, norms after": ("opt", {"seed": 2, "do_layer_norm_before": False}),
+    "opt, small embedding, norms after": ("opt", {"seed": 2, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt, large embedding": ("opt", {"word_embed_proj_dim": 96}),
+    "opt, small embedding, untied": ("opt", {"word_embed_proj_dim": 32, "tie_word_embeddings": False}),
+    "opt, no last norm": ("opt", {"_remove_final_layer_norm": True}),
+    "opt, no biases": ("opt", {"enable_bias": False}),
+    "opt, norms without parameters": ("opt", {"layer_norm_elementwise_affine": False}),
+    "bloom": ("bloom", {}),
+    "bloom, untied": ("bloom", {"tie_word_embeddings": False}),
+    "bloom, 3 heads": ("bloom", {"num_attention_heads": 3, "hidden_size": 96}),
+    "bloom, 6 heads": ("bloom", {"seed": 3, "num_attention_heads": 6, "hidden_size": 48}),
+    "bloom, 12 heads": ("bloom", {"num_attention_heads": 12, "hidden_size": 96}),
+    "bloom, normed residual": ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox, tied": ("gpt_neox", {"tie_word_embeddings": True}),
+    "gpt_neox, one branch after the other": ("gpt_neox", {"use_parallel_residual": False}),
+    "gpt_neox, whole heads turned": ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 500}),
+    "gpt_neox, no attention biases": ("gpt_neox", {"attention_bias": False}),
+    "gpt_neox, tanh gelu": ("gpt_neox", {"hidden_act": "gelu_fast"}),
+    "gpt_neox, linear": (
+        "gpt_neox",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    ),
+    "gpt_neox, yarn": ("gpt_neox", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
 }
+LAYER_NORM_NAMES = ["gpt2", "opt, small embedding, norms after", "bloom, 6 heads", "gpt_neox"]
+"""One of each family with layer norms."""
 
 
 @pytest.fixture(params=["torch", "kernels"])
@@ -74,7 +109,7 @@ def checkpoint(name: str) -> Path:
 def test_equals_hugging_face(name: str, cpu: CpuKernels | None) -> None:
     folder = checkpoint(name)
     reference = reference_model(folder)
-    runner = make_runner(read_model_config(folder, trust_remote_code=False), reference.state_dict(), cpu=cpu)
+    runner = load_runner(folder, cpu=cpu)
     expected = reference_greedy(folder, PROMPT, NUM_TOKENS)
     assert len(set(expected)) >= 3
     assert greedy_ids(runner, [PROMPT], NUM_TOKENS) == [expected]
@@ -84,11 +119,12 @@ def test_equals_hugging_face(name: str, cpu: CpuKernels | None) -> None:
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2, windows from layer 1", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral, window 9", "qwen2, windows from layer 1", "qwen3", *LAYER_NORM_NAMES]
+)
 def test_chunks_and_mixed_batches_change_nothing(name: str, block_size: int, cpu: CpuKernels | None) -> None:
     folder = checkpoint(name)
-    state = reference_model(folder).state_dict()
-    runner = make_runner(read_model_config(folder, trust_remote_code=False), state, block_size=block_size, cpu=cpu)
+    runner = load_runner(folder, block_size=block_size, cpu=cpu)
     prompts = [PROMPT, *SHORT_PROMPTS]
     expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
     assert greedy_ids(runner, prompts, NUM_TOKENS, budget=7) == expected
@@ -98,13 +134,13 @@ def test_chunks_and_mixed_batches_change_nothing(name: str, block_size: int, cpu
 @pytest.mark.parametrize(
     ("dtype", "has_kernels"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
 )
-@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2", "qwen3", "llama, tied"])
+@pytest.mark.parametrize("name", ["llama", "mistral, window 9", "qwen2", "qwen3", "llama, tied", *LAYER_NORM_NAMES])
 def test_16_bits_stay_close_to_hugging_face(name: str, dtype: torch.dtype, has_kernels: bool) -> None:
     """Where a token differs, Hugging Face in that dtype must have had the two almost level; 3 tokens are required."""
     folder = checkpoint(name)
     reference = reference_model(folder, dtype)
     cpu = cpu_kernels() if has_kernels else None
-    runner = make_runner(read_model_config(folder, trust_remote_code=False), reference.state_dict(), dtype, cpu=cpu)
+    runner = load_runner(folder, dtype, cpu=cpu)
     ids = greedy_ids(runner, [PROMPT], NUM_TOKENS)[0]
     assert len(set(ids)) >= 3
     with torch.no_grad():
@@ -114,14 +150,14 @@ def test_16_bits_stay_close_to_hugging_face(name: str, dtype: torch.dtype, has_k
     assert gaps.max().item() < (0.1 if dtype == torch.bfloat16 else 0.02) * spread
 
 
+@pytest.mark.parametrize("name", ["qwen3", *LAYER_NORM_NAMES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_depend_on_neither_chunks_nor_neighbours_nor_threads_nor_capture(dtype: torch.dtype) -> None:
-    folder = checkpoint("qwen3")
-    config, state = read_model_config(folder, trust_remote_code=False), reference_model(folder).state_dict()
+def test_bits_depend_on_neither_chunks_nor_neighbours_nor_threads_nor_capture(dtype: torch.dtype, name: str) -> None:
+    folder = checkpoint(name)
 
     def logits(prompts: list[list[int]], budget: int, num_threads: int, enforce_eager: bool) -> torch.Tensor:
         cpu = cpu_kernels(num_threads=num_threads)
-        runner = make_runner(config, state, dtype, cpu=cpu, enforce_eager=enforce_eager, block_size=8)
+        runner = load_runner(folder, dtype, cpu=cpu, enforce_eager=enforce_eager, block_size=8)
         return logits_after_prompts(runner, prompts, budget)[-1]
 
     expected = logits([PROMPT], 64, 1, enforce_eager=True)
@@ -156,8 +192,9 @@ def test_a_tied_head_in_the_file_is_ignored_and_inv_freq_too() -> None:
     assert not untied.is_ignored("lm_head.weight")
 
 
-def test_weight_targets_are_views_that_cover_every_parameter_once() -> None:
-    config = read_model_config(checkpoint("qwen3, biases"), trust_remote_code=False)
+@pytest.mark.parametrize("name", ["qwen3, biases", *LAYER_NORM_NAMES])
+def test_weight_targets_are_views_that_cover_every_parameter_once(name: str) -> None:
+    config = read_model_config(checkpoint(name), trust_remote_code=False)
     model = build_model(config, torch.float32, 128)
     for number, target in enumerate(model.weight_targets().values()):
         target.fill_(number)
@@ -185,7 +222,23 @@ def test_rope_settings_without_finite_angles_are_refused(head_dim: int, rope: Ro
         build_model(replace(config, head_dim=head_dim, rope=rope), torch.float32, 128)
 
 
-def test_other_activation_is_refused() -> None:
-    config = read_model_config(checkpoint("llama"), trust_remote_code=False)
-    with pytest.raises(StartupError, match="hidden_act 'gelu'"):
-        build_model(replace(config, hidden_act="gelu"), torch.float32, 128)
+@pytest.mark.parametrize(
+    ("name", "activation", "allowed"), [("llama", "gelu", "silu, swish"), ("gpt2", "silu", "relu, gelu, gelu_python")]
+)
+def test_other_activation_is_refused(name: str, activation: str, allowed: str) -> None:
+    config = read_model_config(checkpoint(name), trust_remote_code=False)
+    with pytest.raises(StartupError, match=f"hidden_act '{activation}' is not supported; it may be {allowed}"):
+        build_model(replace(config, hidden_act=activation), torch.float32, 128)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "expected"),
+    [
+        (1, [2**-8]),
+        (3, [0.0625, 0.00390625, 0.25]),
+        (6, [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]),
+        (12, [*(0.5**i for i in range(1, 9)), 0.707107, 0.353553, 0.176777, 0.088388]),
+    ],
+)
+def test_case_l4_slopes_of_any_number_of_heads(num_heads: int, expected: list[float]) -> None:
+    assert alibi_slopes(num_heads) == pytest.approx(expected, rel=1e-5)

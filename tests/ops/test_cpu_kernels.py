@@ -22,6 +22,7 @@ from vllm_lite.ops.kv_cache import write
 from vllm_lite.ops.linear import linear, linear_accumulate
 from vllm_lite.ops.logits import logits
 from vllm_lite.ops.norm import layer_norm, rms_norm
+from vllm_lite.ops.position_embedding import position_embedding
 from vllm_lite.ops.rotary import rotary
 from vllm_lite.ops.workspace import Workspace
 
@@ -162,6 +163,16 @@ def test_embedding(space: Workspace, dtype: torch.dtype) -> None:
     embedding(space, tokens_shape(6), ids, packed(weight), out)
     assert torch.equal(out[:6], weight[ids.long()])
     assert (out[6] == 0).all()
+
+
+@pytest.mark.parametrize("size", [5, 34, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_position_embedding(space: Workspace, dtype: torch.dtype, size: int) -> None:
+    table, hidden = random(20, size, dtype=dtype), random(7, size, dtype=dtype, seed=1)
+    before, positions = hidden.clone(), torch.tensor([17, 0, 16, 15, 3, 7], dtype=torch.int32)
+    position_embedding(space, tokens_shape(6), positions, table[2:], hidden)
+    assert torch.equal(hidden[:6], (before[:6].float() + table[positions.long() + 2].float()).to(dtype))
+    assert torch.equal(hidden[6], before[6])
 
 
 @pytest.mark.parametrize("size", [5, 16, 576])

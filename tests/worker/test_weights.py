@@ -30,6 +30,39 @@ def test_views_of_a_fused_parameter_are_filled_and_converted(dtype: torch.dtype)
     assert torch.equal(fused, values.to(dtype))
 
 
+def test_a_target_may_be_transposed() -> None:
+    parameter, values = torch.full((3, 50), torch.nan), torch.randn(50, 3)
+
+    load_weights([stored("a", values)], {"a": parameter.t()}, ignore_nothing)
+
+    assert torch.equal(parameter, values.t())
+
+
+@pytest.mark.parametrize("size", [(), (7,), (2**13,)])
+def test_a_target_may_unfold_the_first_dimension(size: tuple[int, ...]) -> None:
+    """Fused head by head in the file, queries before keys before values in the parameter."""
+    num_heads, head_dim = 5, 4
+    parameter, values = torch.full((3, num_heads, head_dim, *size), torch.nan), torch.randn(60, *size)
+    pieces = list(stored("a", values).pieces(values.numel(), multiple_of=3 * head_dim))
+
+    load_weights([stored("a", values)], {"a": parameter.transpose(0, 1)}, ignore_nothing)
+
+    assert (len(pieces) > 1) == (size == (2**13,))
+    for head in range(num_heads):
+        for part in range(3):
+            rows = slice((head * 3 + part) * head_dim, (head * 3 + part + 1) * head_dim)
+            assert torch.equal(parameter[part, head], values[rows])
+
+
+@pytest.mark.parametrize("shape", [(61, 7), (60, 8), (60,), (5, 3, 4, 7), (420,), (60, 7, 1)])
+def test_another_shape_than_the_folded_one_is_refused(shape: tuple[int, ...]) -> None:
+    target = torch.zeros(5, 3, 4, 7)
+
+    with pytest.raises(StartupError, match=r"tensor a has shape .* asks for \[60, 7\]"):
+        load_weights([stored("a", torch.ones(shape))], {"a": target}, ignore_nothing)
+    assert not target.any()
+
+
 def test_each_tensor_is_read_once_and_what_has_no_target_never() -> None:
     reads: list[str] = []
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The vocabulary's two ends: the embedding of token ids, and the head that gives logits or the greedy token."""
+"""Embeddings of token ids and of positions, and the head that gives logits or the greedy token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from vllm_lite.layers.context import ForwardContext, LayerOptions
 from vllm_lite.ops.embedding import embedding
 from vllm_lite.ops.greedy_head import greedy_head
 from vllm_lite.ops.logits import logits
+from vllm_lite.ops.position_embedding import position_embedding
 
 
 class Embedding:
@@ -23,6 +24,23 @@ class Embedding:
     def __call__(self, context: ForwardContext, out: torch.Tensor) -> None:
         """out [max_tokens, size]."""
         embedding(context.workspace, context.shape, context.tensors.token_ids, self.weight, out)
+
+
+class PositionEmbedding:
+    """A learnt row for each position, added to what is there; the first `offset` rows of the table belong to none."""
+
+    def __init__(self, options: LayerOptions, num_positions: int, size: int, offset: int = 0) -> None:
+        self.weight = torch.empty(num_positions + offset, size, dtype=options.dtype, device=options.device)
+        self._offset = offset
+
+    def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
+        """`<prefix>weight`."""
+        return {f"{prefix}weight": self.weight}
+
+    def __call__(self, context: ForwardContext, hidden: torch.Tensor) -> None:
+        """hidden [max_tokens, size] is added to."""
+        table = self.weight[self._offset :]
+        position_embedding(context.workspace, context.shape, context.tensors.positions, table, hidden)
 
 
 class LMHead:

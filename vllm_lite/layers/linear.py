@@ -1,4 +1,4 @@
-"""Linear layers whose outputs are fused from the checkpoint's projections, or end a branch of the residual stream."""
+"""Linear layers: plain, fused from the checkpoint's projections, with an activation, or ending a residual branch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,73 @@ from collections.abc import Mapping
 import torch
 
 from vllm_lite.layers.context import ForwardContext, LayerOptions
-from vllm_lite.ops.activation import gate_up_silu
+from vllm_lite.ops.activation import Activation, activate, gate_up_silu
 from vllm_lite.ops.linear import linear, linear_accumulate
 
 
-class FusedLinear:
+class Linear:
+    """out = x @ weight.T + bias.
+
+    `is_transposed`: the checkpoint holds the weight as [in_features, out_features], like the Conv1D layers of GPT-2.
+    """
+
+    def __init__(
+        self,
+        options: LayerOptions,
+        in_features: int,
+        out_features: int,
+        has_bias: bool = False,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        self.weight = options.matrix(out_features, in_features)
+        self.bias = torch.empty(out_features, dtype=options.dtype, device=options.device) if has_bias else None
+        self._is_transposed = is_transposed
+
+    def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
+        """`<prefix>weight`, and `<prefix>bias` where there is one."""
+        targets = {f"{prefix}weight": self.weight.t() if self._is_transposed else self.weight}
+        return targets if self.bias is None else {**targets, f"{prefix}bias": self.bias}
+
+    def __call__(self, context: ForwardContext, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x [max_tokens, in_features], out [max_tokens, out_features]."""
+        linear(context.workspace, context.shape, x, self.weight, self.bias, out)
+
+
+class ResidualLinear(Linear):
+    """The projection that ends a branch: adds its output to the residual stream in place.
+
+    Tensor parallelism would give each rank its share of the inputs.
+    """
+
+    def __call__(self, context: ForwardContext, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """x [max_tokens, in_features]; residual [max_tokens, out_features] is added to."""
+        linear_accumulate(context.workspace, context.shape, x, self.weight, self.bias, residual)
+
+
+class ActivatedLinear(Linear):
+    """The projection that begins an MLP without a gate, with the activation of its output."""
+
+    def __init__(
+        self,
+        options: LayerOptions,
+        in_features: int,
+        out_features: int,
+        has_bias: bool,
+        activation: Activation,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        super().__init__(options, in_features, out_features, has_bias, is_transposed=is_transposed)
+        self.activation = activation
+
+    def __call__(self, context: ForwardContext, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x [max_tokens, in_features], out [max_tokens, out_features]."""
+        super().__call__(context, x, out)
+        activate(context.workspace, context.shape, out, self.activation, out)
+
+
+class FusedLinear(Linear):
     """Several projections of the same input as one product; `blocks` names them with their output sizes, in order.
 
     Tensor parallelism would give each rank its share of every block.
@@ -20,10 +82,8 @@ class FusedLinear:
     def __init__(
         self, options: LayerOptions, in_features: int, blocks: Mapping[str, int], has_bias: bool = False
     ) -> None:
+        super().__init__(options, in_features, sum(blocks.values()), has_bias)
         self.blocks = dict(blocks)
-        self.out_features = sum(blocks.values())
-        self.weight = options.matrix(self.out_features, in_features)
-        self.bias = torch.empty(self.out_features, dtype=options.dtype, device=options.device) if has_bias else None
 
     def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """Each projection's rows of the fused weight, named `<prefix><block>.weight` and `.bias`."""
@@ -36,9 +96,25 @@ class FusedLinear:
                 targets[f"{prefix}{name}.bias"] = part
         return targets
 
-    def __call__(self, context: ForwardContext, x: torch.Tensor, out: torch.Tensor) -> None:
-        """x [max_tokens, in_features], out [max_tokens, out_features]."""
-        linear(context.workspace, context.shape, x, self.weight, self.bias, out)
+
+class HeadwiseQKVLinear(Linear):
+    """Queries, keys and values as one product, which the checkpoint holds head by head: a head's query, key and value.
+
+    Here their rows lie as everywhere else: all queries, then all keys, then all values.
+    """
+
+    def __init__(
+        self, options: LayerOptions, in_features: int, num_heads: int, head_dim: int, has_bias: bool = False
+    ) -> None:
+        super().__init__(options, in_features, 3 * num_heads * head_dim, has_bias)
+        self._rows = (3, num_heads, head_dim)
+
+    def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
+        """`<prefix>weight` as [num_heads, 3, head_dim, in_features], and `<prefix>bias` likewise."""
+        return {
+            name: target.view(*self._rows, *target.shape[1:]).transpose(0, 1)
+            for name, target in super().weight_targets(prefix).items()
+        }
 
 
 class GateUpLinear:
@@ -67,23 +143,3 @@ class GateUpLinear:
     def __call__(self, context: ForwardContext, x: torch.Tensor, out: torch.Tensor) -> None:
         """x [max_tokens, in_features], out [max_tokens, size]."""
         gate_up_silu(context.workspace, context.shape, x, self.weight, self.bias, out)
-
-
-class ResidualLinear:
-    """The projection that ends a branch: adds its output to the residual stream in place.
-
-    Tensor parallelism would give each rank its share of the inputs.
-    """
-
-    def __init__(self, options: LayerOptions, in_features: int, out_features: int, has_bias: bool = False) -> None:
-        self.weight = options.matrix(out_features, in_features)
-        self.bias = torch.empty(out_features, dtype=options.dtype, device=options.device) if has_bias else None
-
-    def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
-        """`<prefix>weight`, and `<prefix>bias` where there is one."""
-        targets = {f"{prefix}weight": self.weight}
-        return targets if self.bias is None else {**targets, f"{prefix}bias": self.bias}
-
-    def __call__(self, context: ForwardContext, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """x [max_tokens, in_features]; residual [max_tokens, out_features] is added to."""
-        linear_accumulate(context.workspace, context.shape, x, self.weight, self.bias, residual)

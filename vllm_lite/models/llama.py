@@ -6,33 +6,16 @@ Biases, norms of queries and keys, and windows are what its relatives differ by,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from vllm_lite.config import ModelConfig
 from vllm_lite.layers.attention import Attention
 from vllm_lite.layers.context import ForwardContext, LayerCache, LayerOptions
-from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.linear import FusedLinear, GateUpLinear, ResidualLinear
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.rotary import RotaryEmbedding
-
-
-@dataclass(frozen=True)
-class Activations:
-    """What the layers write into, one set for all of them. Sizes are those of the largest step."""
-
-    hidden: torch.Tensor
-    """[max_tokens, hidden_size], the residual stream"""
-    normed: torch.Tensor
-    """[max_tokens, hidden_size]"""
-    qkv: torch.Tensor
-    """[max_tokens, num_heads + 2 * num_kv_heads, head_dim]"""
-    attended: torch.Tensor
-    """[max_tokens, num_heads, head_dim]"""
-    gated: torch.Tensor
-    """[max_tokens, intermediate_size]"""
+from vllm_lite.models.causal_lm import Activations, CausalLM
 
 
 class LlamaAttention:
@@ -84,8 +67,8 @@ class LlamaMLP:
 
     def __call__(self, context: ForwardContext, activations: Activations) -> None:
         """Reads `normed`, adds to `hidden`."""
-        self.gate_up_proj(context, activations.normed, activations.gated)
-        self.down_proj(context, activations.gated, activations.hidden)
+        self.gate_up_proj(context, activations.normed, activations.inner)
+        self.down_proj(context, activations.inner, activations.hidden)
 
 
 class LlamaLayer:
@@ -114,44 +97,23 @@ class LlamaLayer:
         self.mlp(context, activations)
 
 
-class LlamaForCausalLM:
+class LlamaForCausalLM(CausalLM):
     """The model with its parameters, uninitialised until the weight targets are filled."""
 
+    hidden_acts = ("silu", "swish")
+
     def __init__(self, config: ModelConfig, options: LayerOptions, max_model_len: int) -> None:
-        self.config, self.options = config, options
-        self.embed_tokens = Embedding(options, config.vocab_size, config.hidden_size)
+        super().__init__(config, options, max_model_len)
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len, options.device)
         self.layers = [LlamaLayer(options, config, layer, rotary) for layer in range(config.num_layers)]
         self.norm = RMSNorm(options, config.hidden_size, config.norm_eps)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(options, config.vocab_size, config.hidden_size, tied_to)
 
-    def weight_targets(self) -> dict[str, torch.Tensor]:
-        """What each tensor of a Hugging Face checkpoint fills, by name: views of the parameters."""
-        targets = self.embed_tokens.weight_targets("model.embed_tokens.")
+    def body_targets(self, prefix: str) -> dict[str, torch.Tensor]:
+        """All tensors of the checkpoint below `prefix` but the embedding's."""
+        targets = self.norm.weight_targets(f"{prefix}norm.")
         for index, layer in enumerate(self.layers):
-            targets |= layer.weight_targets(f"model.layers.{index}.")
-        targets |= self.norm.weight_targets("model.norm.")
-        return targets | self.lm_head.weight_targets("lm_head.")
-
-    def is_ignored(self, name: str) -> bool:
-        """Whether a tensor may stand in the checkpoint without use."""
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.lm_head.is_tied)
-
-    def new_activations(self, max_num_tokens: int) -> Activations:
-        """Memory for steps of up to so many tokens."""
-        config = self.config
-
-        def empty(*sizes: int) -> torch.Tensor:
-            return torch.empty(max_num_tokens, *sizes, dtype=self.options.dtype, device=self.options.device)
-
-        return Activations(
-            hidden=empty(config.hidden_size),
-            normed=empty(config.hidden_size),
-            qkv=empty(config.num_heads + 2 * config.num_kv_heads, config.head_dim),
-            attended=empty(config.num_heads, config.head_dim),
-            gated=empty(config.intermediate_size),
-        )
+            targets |= layer.weight_targets(f"{prefix}layers.{index}.")
+        return targets
 
     def forward(self, context: ForwardContext, activations: Activations, caches: Sequence[LayerCache]) -> None:
         """Computes the step's tokens, fills the caches with their keys and values, leaves `normed` for the head."""
@@ -159,11 +121,3 @@ class LlamaForCausalLM:
         for layer, cache in zip(self.layers, caches, strict=True):
             layer(context, activations, cache)
         self.norm(context, activations.hidden, activations.normed)
-
-    def logits(self, context: ForwardContext, activations: Activations, out: torch.Tensor) -> None:
-        """After `forward`: out [max_seqs, vocab_size] float32 takes the logits of the sampled rows."""
-        self.lm_head.logits(context, activations.normed, out)
-
-    def greedy(self, context: ForwardContext, activations: Activations, out: torch.Tensor) -> None:
-        """After `forward`: out [max_seqs] int32 takes the most likely ids of the sampled rows."""
-        self.lm_head.greedy(context, activations.normed, out)

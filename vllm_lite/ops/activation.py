@@ -26,9 +26,23 @@ class Activation(IntEnum):
     GELU = 1
     """x * (share of a normal distribution below x), exactly."""
     GELU_TANH = 2
-    """The same, nearly: with a tanh. Hugging Face's gelu_new, gelu_fast and gelu_pytorch_tanh."""
+    """The same, nearly: with a tanh."""
     QUICK_GELU = 3
     """x * sigmoid(1.702 * x)"""
+
+
+ACTIVATIONS = {
+    "relu": Activation.RELU,
+    "gelu": Activation.GELU,
+    "gelu_python": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_accurate": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_python_tanh": Activation.GELU_TANH,
+    "quick_gelu": Activation.QUICK_GELU,
+}
+"""By Hugging Face's names."""
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:

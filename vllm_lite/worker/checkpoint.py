@@ -18,6 +18,7 @@ import torch
 
 from vllm_lite.config import EngineConfig, ModelConfig
 from vllm_lite.errors import StartupError
+from vllm_lite.models.registry import model_class
 from vllm_lite.worker.config_values import ConfigValues, read_json
 from vllm_lite.worker.gguf_format import read_gguf
 from vllm_lite.worker.hf_config import read_model_config
@@ -25,14 +26,13 @@ from vllm_lite.worker.hub import HubRepo, default_model_path, local_path, small_
 from vllm_lite.worker.pickle_format import open_pickle
 from vllm_lite.worker.safetensors_format import open_safetensors
 from vllm_lite.worker.weight_files import FORMATS_OF, WeightFiles, choose_weight_files
-from vllm_lite.worker.weights import FLOAT_DTYPES, CheckpointTensor, fill_with_random, load_weights
+from vllm_lite.worker.weights import FLOAT_DTYPES, HEADS, CheckpointTensor, fill_with_random, load_weights
 
 __all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint", "tokenizer_path"]
 
 logger = logging.getLogger(__name__)
 
 DUMMY_SEED = 0
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     if config.load_format == "npcache":
         logger.info("--load-format npcache reads the same files as pt, and writes no cache")
     read = open_safetensors if files.format == "safetensors" else open_pickle
-    tensors = [tensor for name in files.names for tensor in read(path / name)]
+    tensors = _with_model_names(model, [tensor for name in files.names for tensor in read(path / name)])
     return Checkpoint(_with_own_head(_with_stored_dtype(model, tensors), tensors), path, _tensors=tensors)
 
 
@@ -165,15 +165,29 @@ def _with_stored_dtype(model: ModelConfig, tensors: list[CheckpointTensor]) -> M
     )
 
 
+def _with_model_names(model: ModelConfig, tensors: list[CheckpointTensor]) -> list[CheckpointTensor]:
+    """Under the names that the model has for them.
+
+    Older files may hold those of the base model, which lack what begins the others, beside a head.
+    """
+    cls = model_class(model.architecture)
+    missing = "" if any(tensor.name.startswith(cls.base_prefix) for tensor in tensors) else cls.base_prefix
+    return [
+        dataclasses.replace(tensor, name=cls.head_name if tensor.name in HEADS else missing + tensor.name)
+        for tensor in tensors
+    ]
+
+
 def _with_own_head(model: ModelConfig, tensors: list[CheckpointTensor]) -> ModelConfig:
     """Where the files hold a head that differs from the embedding, the two are not tied, as in transformers 5."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    if not (model.tie_word_embeddings and EMBEDDING in by_name and HEAD in by_name):
+    names = model_class(model.architecture).head_name, model_class(model.architecture).embedding_name
+    if not (model.tie_word_embeddings and all(name in by_name for name in names)):
         return model
-    head, embedding = by_name[HEAD], by_name[EMBEDDING]
+    head, embedding = (by_name[name] for name in names)
     if (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
         torch.equal(head.read(rows), embedding.read(rows)) for rows in head.pieces(math.prod(head.shape))
     ):
         return model
-    logger.warning("config.json ties %s to %s, but the checkpoint's differ: both are used as they are", HEAD, EMBEDDING)
+    logger.warning("config.json ties %s to %s, but the checkpoint's differ: both are used as they are", *names)
     return dataclasses.replace(model, tie_word_embeddings=False)

@@ -37,7 +37,7 @@ def _beyond_the_kernels(model: ModelConfig) -> str | None:
     """What of a model's sizes they do not take."""
     if model.head_dim > MAX_HEAD_DIM or model.head_dim % 2:
         return f"they take heads of an even number of dimensions up to {MAX_HEAD_DIM}, the model has {model.head_dim}"
-    sizes = (model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim)
+    sizes = (model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim, model.embedding_size)
     if max(sizes) > MAX_INNER_SIZE or any(size % 2 for size in sizes):
         return f"they take layers of even sizes up to {MAX_INNER_SIZE}, the model has {', '.join(map(str, sizes))}"
     return None

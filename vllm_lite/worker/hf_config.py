@@ -5,54 +5,19 @@ Where a key is missing, each architecture has its own default, the one that tran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from vllm_lite.config import INT32_MAX, ModelConfig
+from vllm_lite.config import INT32_MAX, ModelConfig, RopeConfig
 from vllm_lite.errors import StartupError
 from vllm_lite.worker.config_values import ConfigValues, read_json
+from vllm_lite.worker.hf_families import FAMILIES, Family
 from vllm_lite.worker.hf_rope import read_rope
 
 MAX_LAYERS = 10_000
 MAX_HEADS = 100_000
 """Far above any model's; a broken file that says more would have the start count to it."""
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What an architecture takes for granted. `*_bias` name the key that decides, or the fixed answer."""
-
-    max_position_embeddings: int
-    num_kv_heads: int | None = None
-    """None: as many as attention heads."""
-    head_dim: int | None = None
-    """None: hidden size / attention heads."""
-    eos_token_id: int | None = None
-    window: Literal["none", "every layer", "by layer type"] = "none"
-    qkv_bias: str | bool = False
-    o_bias: str | bool = False
-    mlp_bias: str | bool = False
-    qk_norm: bool = False
-
-
-FAMILIES = {
-    "LlamaForCausalLM": _Family(
-        2048, eos_token_id=2, qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
-    "MistralForCausalLM": _Family(131072, num_kv_heads=8, eos_token_id=2, window="every layer"),
-    "Qwen2ForCausalLM": _Family(32768, num_kv_heads=32, window="by layer type", qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(
-        32768,
-        num_kv_heads=32,
-        head_dim=128,
-        window="by layer type",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-    ),
-}
 
 
 def read_model_config(folder: Path, *, trust_remote_code: bool) -> ModelConfig:
@@ -65,25 +30,30 @@ def read_model_config(folder: Path, *, trust_remote_code: bool) -> ModelConfig:
     generation = read_json(generation_path) if generation_path.exists() else ConfigValues({}, str(generation_path))
     architecture = _architecture(values, trust_remote_code=trust_remote_code)
     family = FAMILIES[architecture]
-    num_layers = values.integer("num_hidden_layers", at_most=MAX_LAYERS)
-    num_heads = values.integer("num_attention_heads", at_most=MAX_HEADS)
-    default_kv_heads = family.num_kv_heads if "num_key_value_heads" not in values else None
-    max_position_embeddings = values.integer("max_position_embeddings", family.max_position_embeddings)
+
+    def key(setting: str) -> str:
+        return family.key(setting, values)
+
+    hidden_size = values.integer(key("hidden_size"))
+    num_layers = values.integer(key("num_hidden_layers"), at_most=MAX_LAYERS)
+    num_heads = values.integer(key("num_attention_heads"), at_most=MAX_HEADS)
+    inner = None if family.intermediate_factor is None else family.intermediate_factor * hidden_size
+    max_position_embeddings = values.integer(key("max_position_embeddings"), family.max_position_embeddings)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=values.integer("vocab_size"),
-        hidden_size=values.integer("hidden_size"),
-        intermediate_size=values.integer("intermediate_size"),
+        hidden_size=hidden_size,
+        intermediate_size=values.integer(key("intermediate_size"), inner),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", default_kv_heads or num_heads),
-        head_dim=_head_dim(values, family.head_dim),
+        num_kv_heads=_num_kv_heads(values, family, num_heads),
+        head_dim=_head_dim(values, family, hidden_size, num_heads),
         max_position_embeddings=max_position_embeddings,
-        norm_eps=values.number("rms_norm_eps", 1e-6),
-        rope=read_rope(values, max_position_embeddings),
+        norm_eps=values.number(key("rms_norm_eps"), family.norm_eps),
+        rope=RopeConfig() if family.rope is None else read_rope(values, max_position_embeddings, family.rope),
         sliding_windows=_sliding_windows(values, family, num_layers),
-        hidden_act=values.text("hidden_act", "silu"),
-        tie_word_embeddings=values.flag("tie_word_embeddings", False),
+        hidden_act=values.text(key("hidden_act"), family.hidden_act),
+        tie_word_embeddings=values.flag("tie_word_embeddings", family.tie_word_embeddings),
         qkv_bias=_bias(values, family.qkv_bias),
         o_bias=_bias(values, family.o_bias),
         mlp_bias=_bias(values, family.mlp_bias),
@@ -91,7 +61,8 @@ def read_model_config(folder: Path, *, trust_remote_code: bool) -> ModelConfig:
         eos_token_ids=_eos_token_ids(values, generation, family.eos_token_id),
         dtype=_dtype_name(values),
     )
-    check_heads(config, values.source)
+    config = replace(config, **family.own(values))
+    check_heads(config, values.source, is_rotary=family.rope is not None)
     return config
 
 
@@ -105,7 +76,7 @@ def derived_max_model_len(config: ModelConfig) -> int:
     return min(round(length * factor), INT32_MAX)  # positions are int32
 
 
-def check_heads(config: ModelConfig, source: str) -> None:
+def check_heads(config: ModelConfig, source: str, *, is_rotary: bool = True) -> None:
     """Raises StartupError for head counts that no attention can be built from."""
     if config.num_heads % config.num_kv_heads:
         allowed = [str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
@@ -113,8 +84,10 @@ def check_heads(config: ModelConfig, source: str) -> None:
             f"{source}: num_key_value_heads {config.num_kv_heads} does not divide num_attention_heads "
             f"{config.num_heads}; it may be {', '.join(allowed)}."
         )
-    if config.head_dim % 2:
-        raise StartupError(f"{source}: head_dim {config.head_dim} is odd, but RoPE turns pairs of dimensions.")
+    rotary_dim = int(config.head_dim * config.rope.partial_rotary_factor)
+    if is_rotary and (rotary_dim % 2 or not rotary_dim):
+        part = "" if rotary_dim == config.head_dim else f", of which {rotary_dim} are turned,"
+        raise StartupError(f"{source}: head_dim {config.head_dim}{part} is odd, but RoPE turns pairs of dimensions.")
 
 
 def _architecture(values: ConfigValues, *, trust_remote_code: bool) -> str:
@@ -139,23 +112,30 @@ def _architecture(values: ConfigValues, *, trust_remote_code: bool) -> str:
     return names[0]
 
 
-def _head_dim(values: ConfigValues, default: int | None) -> int:
-    if values.get("head_dim") is None and default is None:
-        hidden_size, num_heads = values.integer("hidden_size"), values.integer("num_attention_heads")
-        if hidden_size % num_heads:
-            raise StartupError(
-                f"{values.source}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
-                "and there is no head_dim."
-            )
-        default = hidden_size // num_heads
-    return values.integer("head_dim", default)
+def _num_kv_heads(values: ConfigValues, family: Family, num_heads: int) -> int:
+    if not family.has_own_heads:
+        return num_heads
+    default = family.num_kv_heads if "num_key_value_heads" not in values else None
+    return values.integer("num_key_value_heads", default or num_heads)
+
+
+def _head_dim(values: ConfigValues, family: Family, hidden_size: int, num_heads: int) -> int:
+    if family.has_own_heads and (values.get("head_dim") is not None or family.head_dim is not None):
+        return values.integer("head_dim", family.head_dim)
+    if hidden_size % num_heads:
+        keys = family.key("hidden_size", values), family.key("num_attention_heads", values)
+        raise StartupError(
+            f"{values.source}: {keys[0]} {hidden_size} is not a multiple of {keys[1]} {num_heads}"
+            f"{', and there is no head_dim' if family.has_own_heads else ''}."
+        )
+    return hidden_size // num_heads
 
 
 def _bias(values: ConfigValues, rule: str | bool) -> bool:
     return values.flag(rule, False) if isinstance(rule, str) else rule
 
 
-def _sliding_windows(values: ConfigValues, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+def _sliding_windows(values: ConfigValues, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer in tokens, the query itself included; None for full attention."""
     is_used = family.window == "every layer" or (
         family.window == "by layer type" and values.flag("use_sliding_window", False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from vllm_lite.config import RopeConfig, RopeKind
@@ -13,16 +14,38 @@ KINDS: tuple[str, ...] = get_args(RopeKind)
 DEFAULT_THETA = 10000.0
 
 
-def read_rope(values: ConfigValues, max_position_embeddings: int) -> RopeConfig:
+@dataclass(frozen=True)
+class RopeKeys:
+    """How a file calls theta and the share of a head that is turned, the spelling that counts most first."""
+
+    theta: tuple[str, ...] = ("rope_theta",)
+    partial_rotary_factor: tuple[str, ...] = ("partial_rotary_factor",)
+    partial: float | None = None
+    """The share where no key says it; None: the whole head is turned, and no key may say else."""
+
+
+LLAMA_KEYS = RopeKeys()
+
+
+def read_rope(values: ConfigValues, max_position_embeddings: int, keys: RopeKeys = LLAMA_KEYS) -> RopeConfig:
     """Reads `rope_scaling` (old) or `rope_parameters` (transformers 5, theta inside).
 
     Raises StartupError for an unknown kind, a missing number, or settings that would have to be ignored.
     """
     rope = _section(values)
-    theta = rope.number("rope_theta", values.number("rope_theta", DEFAULT_THETA))
-    partial = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor")
-    if partial not in (None, 1, 1.0):
-        raise StartupError(f"{values.source}: partial_rotary_factor {partial!r} is not supported, only 1.")
+    theta = rope.number("rope_theta", _first(values, keys.theta, DEFAULT_THETA))
+    partial = rope.number("partial_rotary_factor", _first(values, keys.partial_rotary_factor, keys.partial or 1.0))
+    if partial > 1 or (keys.partial is None and partial != 1):
+        allowed = "above 0 and at most 1" if keys.partial else "only 1"
+        raise StartupError(
+            f"{values.source}: {' or '.join(keys.partial_rotary_factor)} {partial!r} is not supported, {allowed}."
+        )
+    rest = _scaling(values, rope, theta, max_position_embeddings)
+    return replace(rest, partial_rotary_factor=partial)
+
+
+def _scaling(values: ConfigValues, rope: ConfigValues, theta: float, max_position_embeddings: int) -> RopeConfig:
+    """All but the share of a head that is turned."""
     kind = _kind(rope)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -69,6 +92,11 @@ def _yarn(rope: ConfigValues, theta: float, original: int, max_position_embeddin
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
     )
+
+
+def _first(values: ConfigValues, keys: Sequence[str], default: float) -> float:
+    """The number under the first key that says one."""
+    return values.number(next((key for key in keys if values.get(key) is not None), keys[0]), default)
 
 
 def _section(values: ConfigValues) -> ConfigValues:

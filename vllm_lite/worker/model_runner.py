@@ -11,7 +11,7 @@ from vllm_lite.engine.step import Int32Array, StepInput, StepOutput, StepShape
 from vllm_lite.kernels.cpu import CpuKernels
 from vllm_lite.kernels.cuda import CudaKernels
 from vllm_lite.layers.context import ForwardContext
-from vllm_lite.models.llama import LlamaForCausalLM
+from vllm_lite.models.causal_lm import CausalLM
 from vllm_lite.ops.kv_cache import copy_blocks
 from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker import kv_cache
@@ -34,7 +34,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         *,
         max_model_len: int,
         max_num_seqs: int,

@@ -17,6 +17,8 @@ from vllm_lite.kernels.topology import available_cpus
 logger = logging.getLogger(__name__)
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""What checkpoints call the matrix that gives the logits."""
 NUM_NAMES_SHOWN = 5
 MAX_LOADING_THREADS = 8
 """More would only wait for memory."""
@@ -41,13 +43,16 @@ class CheckpointTensor:
     read: Callable[[slice], torch.Tensor]
     dtype: torch.dtype | None = None
 
-    def pieces(self, num_weights: int) -> Iterator[slice]:
-        """The whole tensor as slices of its first dimension, small beside the `num_weights` elements that are read."""
+    def pieces(self, num_weights: int, multiple_of: int = 1) -> Iterator[slice]:
+        """The whole tensor as slices of its first dimension, small beside the `num_weights` elements that are read.
+
+        Each begins at a multiple of that many rows.
+        """
         size = PIECE_SIZE
         if self.dtype is not None:
             size = max(size, min(PLAIN_PIECE_BYTES // self.dtype.itemsize, num_weights // MIN_NUM_PIECES))
         num_rows, *sizes = self.shape
-        step = max(1, size // max(1, math.prod(sizes)))
+        step = max(1, size // max(1, math.prod(sizes)) // multiple_of) * multiple_of
         return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
@@ -55,6 +60,9 @@ def load_weights(
     tensors: Iterable[CheckpointTensor], targets: Mapping[str, torch.Tensor], ignored: Callable[[str], bool]
 ) -> None:
     """Copies each tensor into the target of its name, in parallel, piece by piece, converted to the target's dtype.
+
+    A target of more than two dimensions has the tensor's first dimension in its own first three: where the checkpoint
+    fuses queries, keys and values head by head, [num_heads, 3, head_dim] for the rows of a weight or of a bias.
 
     Names and shapes are checked before anything is read. Raises StartupError for a target without a tensor and for a
     wrong shape or dtype; tensors without a target that are not `ignored` are named in one warning.
@@ -73,10 +81,17 @@ def load_weights(
             source = by_name[name].read(rows)
             if source.dtype not in FLOAT_DTYPES:
                 raise StartupError(f"tensor {name} is stored as {source.dtype}: only unquantised weights can be read.")
-            targets[name][rows].copy_(source)
+            target = targets[name]
+            num_rows = _rows_of_an_index(target)
+            part = target[rows.start // num_rows : rows.stop // num_rows]
+            part.copy_(source.view(part.shape))
 
     num_weights = sum(target.numel() for target in targets.values())
-    pieces = [(name, rows) for name in targets for rows in by_name[name].pieces(num_weights)]
+    pieces = [
+        (name, rows)
+        for name, target in targets.items()
+        for rows in by_name[name].pieces(num_weights, _rows_of_an_index(target))
+    ]
     num_threads = min(num_available_cores(), MAX_LOADING_THREADS)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load-weights") as pool:
         for _ in pool.map(copy, pieces):
@@ -96,19 +111,29 @@ def num_available_cores() -> int:
     return len(available_cpus())
 
 
+def _rows_of_an_index(target: torch.Tensor) -> int:
+    """How many rows of the checkpoint's tensor the target holds under one index of its first dimension."""
+    return math.prod(target.shape[1:3]) if target.dim() > 2 else 1
+
+
+def _shape_in_checkpoint(target: torch.Tensor) -> tuple[int, ...]:
+    shape = tuple(target.shape)
+    return (math.prod(shape[:3]), *shape[3:]) if target.dim() > 2 else shape
+
+
 def _check(by_name: Mapping[str, CheckpointTensor], targets: Mapping[str, torch.Tensor]) -> None:
     missing = [name for name in targets if name not in by_name]
     if missing:
         hint = " (the checkpoint's configuration says that it is not tied to the embedding)"
         raise StartupError(
             f"the checkpoint lacks {_listed(missing)} which the model needs"
-            f"{hint if missing == ['lm_head.weight'] else ''}; download it again or name another one."
+            f"{hint if len(missing) == 1 and missing[0] in HEADS else ''}; download it again or name another one."
         )
     for name, target in targets.items():
-        if by_name[name].shape != tuple(target.shape):
+        if by_name[name].shape != _shape_in_checkpoint(target):
             raise StartupError(
                 f"tensor {name} has shape {list(by_name[name].shape)} in the checkpoint, but its configuration asks "
-                f"for {list(target.shape)}: configuration and weights do not belong together."
+                f"for {list(_shape_in_checkpoint(target))}: configuration and weights do not belong together."
             )
 
 

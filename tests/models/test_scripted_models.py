@@ -1,0 +1,107 @@
+"""Models whose output is known, through the whole engine; where the contexts of GPT-2 and OPT end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.checkpoints import cached_checkpoint, reference_greedy
+from tests.helpers.scripted_models import const_model, save_scripted, script_model
+from tests.helpers.tokenizers import make_tokenizer
+from vllm_lite import SamplingParams, build
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import RequestError, StartupError
+from vllm_lite.outputs import CompletionOutput, OutputAccumulator
+
+TEXT = "Grüße, 世界! \U0001f600 <|x|>\n\0\ttabs  and  spaces"
+
+
+def make_parts(folder: Path, **fields: Any) -> build.EngineParts:
+    fields = {"dtype": "auto", "num_kv_blocks": 64, "num_threads": 1, "device": "cpu", **fields}
+    return build.build_parts(EngineConfig(model=str(folder), **fields))
+
+
+def answer(parts: build.EngineParts, prompt: list[int], **params: Any) -> CompletionOutput:
+    total = OutputAccumulator("one", None, prompt)
+    parts.engine.add_request("one", None, list(prompt), SamplingParams(**{"temperature": 0, **params}))
+    while parts.engine.has_unfinished:
+        for delta in parts.engine.step(parts.executor):
+            total.add(delta)
+    return total.output().outputs[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_script_comes_out_to_the_letter(
+    dtype: torch.dtype, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("vllm_lite.kernels.cpu.find_compiler", lambda: None)
+    tokenizer = make_tokenizer(["<|x|>"])
+    ids = tokenizer(TEXT).input_ids
+    parts = make_parts(save_scripted(tmp_path, script_model(ids, 3, len(tokenizer)), tokenizer, dtype=dtype))
+    prompt = list(parts.tokenizer.encode("abc"))
+    assert len(prompt) == 3
+
+    output = answer(parts, prompt, max_tokens=200)
+    assert output.text == TEXT
+    assert list(output.token_ids) == [*ids, 0]
+    assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_logits_at_every_step(dtype: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    model = const_model({34: 2.0, 35: 1.0, 36: -5.0}, len(tokenizer))
+    parts = make_parts(save_scripted(tmp_path, model, tokenizer, eos_token_id=[36, 0]), dtype=dtype)
+
+    assert answer(parts, [40, 41], max_tokens=5).text == "AAAAA"
+    sampled = answer(parts, [40, 41], temperature=1.0, seed=1, max_tokens=200, top_k=2).text
+    share = sampled.count("A") / len(sampled)
+    assert set(sampled) == {"A", "B"} and 0.63 < share < 0.83  # e / (e + 1) is 0.731
+    ended = answer(parts, [40], max_tokens=5, logit_bias={36: 20.0})
+    assert (ended.text, ended.finish_reason) == ("", "stop")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_case_m5_the_context_ends_where_the_learnt_positions_do(family: str) -> None:
+    """Hugging Face gives one token more than the table has rows, for the last one is not fed back; here none does."""
+    size: dict[str, Any] = {"n_positions": 32} if family == "gpt2" else {"max_position_embeddings": 32}
+    folder = cached_checkpoint(family, **size)
+    parts = make_parts(folder, dtype="float32")
+    ids = [(17 * i + 5) % 254 + 2 for i in range(33)]
+    assert parts.settings.max_model_len == 32
+
+    def length(num_prompt_tokens: int, **params: Any) -> tuple[int, str | None]:
+        output = answer(parts, ids[:num_prompt_tokens], ignore_eos=True, **params)
+        assert list(output.token_ids) == reference_greedy(folder, ids[:num_prompt_tokens], len(output.token_ids))
+        return len(output.token_ids), output.finish_reason
+
+    assert length(5) == (16, "length")
+    assert length(5, max_tokens=None) == (27, "length")
+    assert length(20, max_tokens=12) == (12, "length")
+    assert length(20, max_tokens=13) == (12, "length")
+    assert length(20, max_tokens=10**9) == (12, "length")
+    assert length(31) == (1, "length")
+    for num_prompt_tokens in (32, 33):
+        with pytest.raises(RequestError, match="context holds 32"):
+            answer(parts, ids[:num_prompt_tokens])
+    for max_tokens in (0, -1):
+        with pytest.raises(RequestError, match="max_tokens"):
+            answer(parts, ids[:4], max_tokens=max_tokens)
+    assert length(3, max_tokens=2) == (2, "length")
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("gpt2", {"n_positions": 32}), ("opt", {"max_position_embeddings": 32})],
+)
+def test_case_m5_a_context_beyond_the_learnt_positions_is_refused_at_the_start(
+    family: str, size: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "build_model", lambda *_: pytest.fail("a model was built"))
+    with pytest.raises(StartupError, match=r"--max-model-len 33 is more than the checkpoint's context of 32 tokens"):
+        make_parts(cached_checkpoint(family, **size), max_model_len=33)
