@@ -191,7 +191,7 @@ def test_a_failed_step_names_its_prompt_and_nothing_more_is_broken(monkeypatch: 
         for _ in range(5):  # more often than an engine may fail in a row: it is the same prompt
             with pytest.raises(RequestFailedError, match=r"prompts\[1\]: .*the device is on fire"):
                 llm.generate(["good", "bad!", "good"], greedy())
-        assert llm._engine.stats().num_running == llm._engine.stats().num_waiting == 0
+        assert_idle(llm)
         assert len(token_ids(llm.generate("good", greedy()))[0]) == 30
 
 
