@@ -54,7 +54,8 @@ def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 def answers(address: Address, fields: dict[str, Any]) -> Iterator[list[str]]:
     """The candidates' texts, prompt included, in each message of a stream, or once.
 
-    Raises OSError where nobody answers, RuntimeError for a refusal or an answer that breaks off.
+    Raises OSError where nobody answers, RuntimeError for a refusal or an answer that breaks off, and HTTPException,
+    ValueError and LookupError for what is no answer of the native protocol.
     """
     connection = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
@@ -112,6 +113,12 @@ def candidate_lines(texts: Sequence[str]) -> list[str]:
     return [f"Candidate {index}: {text!r}" for index, text in enumerate(texts)]
 
 
+def failed(message: str) -> int:
+    """Prints what went wrong; the exit code."""
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Reads the command line, asks, prints; the exit code."""
     arguments = make_parser().parse_args(words)
@@ -123,12 +130,11 @@ def main(words: Sequence[str] | None = None) -> int:
             if sys.stdout.isatty():
                 screen.show(candidate_lines(texts))
     except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return failed(str(error))
     except OSError as error:
-        where = f"{address.host}:{address.port}"
-        print(f"error: no answer from {where}: {error}; is the server running there?", file=sys.stderr)
-        return 1
+        return failed(f"no answer from {address.host}:{address.port}: {error}; is the server running there?")
+    except (http.client.HTTPException, ValueError, LookupError) as error:
+        return failed(f"{address.host}:{address.port} does not speak the native protocol: {error!r}")
     screen.show(candidate_lines(texts), is_last=True)
     return 0
 

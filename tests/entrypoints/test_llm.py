@@ -218,7 +218,12 @@ def assert_idle(llm: LLM) -> None:
 def test_ctrl_c_aborts_what_runs_and_leaves_the_object_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = SlowExecutor()
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupter = threading.Thread(target=lambda: executor.has_begun.wait() and os.kill(os.getpid(), signal.SIGINT))
+
+    def interrupt() -> None:
+        executor.has_begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
     try:
         with fake_llm(monkeypatch, executor) as llm:
             interrupter.start()
@@ -313,7 +318,12 @@ async def test_a_closed_object_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_closing_ends_the_calls_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = SlowExecutor()
     llm = fake_llm(monkeypatch, executor)
-    closer = threading.Thread(target=lambda: executor.has_begun.wait() and llm.close())
+
+    def close() -> None:
+        executor.has_begun.wait()
+        llm.close()
+
+    closer = threading.Thread(target=close)
     closer.start()
     with pytest.raises(EngineDeadError, match="stopped"):
         llm.generate(["a", "b"], greedy(max_tokens=400))
