@@ -13,8 +13,9 @@ from scripts.bench.figures import PERCENTILES
 from scripts.bench.load import TIMES, Load, milliseconds
 
 MISSING = "--plot needs matplotlib: pip install matplotlib, or install this project with its extra `plot`"
-NUM_BINS = 60
-"""Of the time axis, at most."""
+MAX_BINS = 60
+LEAST_BIN_S = 0.1
+ROOM_FOR_LEGEND = 1.25
 PANELS = ("first_token_ms", "inter_token_ms", "end_to_end_ms")
 
 
@@ -56,29 +57,29 @@ def _draw_distribution(panel: Any, label: str, values: list[float]) -> None:
         value = float(np.percentile(ordered, share))
         panel.axvline(value, color=colour, linestyle="--", label=f"p{share}: {value:,.1f} ms")
     panel.set_xlim(left=0)
-    panel.legend(loc="lower right")
+    panel.legend(loc="lower right", framealpha=1)
 
 
 def _draw_over_time(panel: Any, load: Load) -> None:
     """Tokens a second in bins of the run, and the number of requests under way."""
-    num_bins = max(1, min(NUM_BINS, int(load.seconds / 0.1)))
     times = np.concatenate([outcome.token_times for outcome in load.answered])
+    num_bins = max(1, min(MAX_BINS, int(load.seconds / LEAST_BIN_S)))
     counts, edges = np.histogram(times, bins=num_bins, range=(0.0, load.seconds))
-    panel.stairs(counts / np.diff(edges), edges, fill=True, alpha=0.5, label="tokens per second")
-    panel.axhline(len(times) / load.seconds, color="tab:blue", linestyle="--", label="mean of the whole run")
+    speeds = counts / np.diff(edges)
+    panel.stairs(speeds, edges, fill=True, alpha=0.5, label="tokens per second")
+    panel.axhline(len(times) / load.seconds, color="tab:blue", linestyle="--", label="its mean")
     panel.set_title(f"throughput: {len(times):,} tokens in {load.seconds:,.1f} s")
     panel.set_xlabel("seconds since the start")
     panel.set_ylabel("tokens per second")
     panel.set_xlim(0, load.seconds)
+    panel.set_ylim(0, ROOM_FOR_LEGEND * speeds.max())
     panel.grid(alpha=0.3)
-    moments = np.linspace(0.0, load.seconds, 200)
-    begins = np.array([outcome.begin_s for outcome in load.outcomes])
-    ends = np.array([outcome.end_s for outcome in load.outcomes])
-    under_way = [int(((begins <= moment) & (moment < ends)).sum()) for moment in moments]
+    changes = [(outcome.begin_s, 1) for outcome in load.outcomes] + [(outcome.end_s, -1) for outcome in load.outcomes]
+    moments, steps = zip(*sorted(changes))
+    under_way = np.cumsum(steps)
     other = panel.twinx()
-    other.plot(moments, under_way, color="tab:red", linewidth=1, label="requests under way")
+    other.step(moments, under_way, where="post", color="tab:red", linewidth=1, label="requests under way")
     other.set_ylabel("requests under way")
-    other.set_ylim(bottom=0)
-    handles = [*panel.get_legend_handles_labels()[0], *other.get_legend_handles_labels()[0]]
-    panel.set_ylim(top=1.3 * max(counts / np.diff(edges)))  # room for the legend
-    panel.legend(handles=handles, loc="upper left", ncols=3, fontsize="small")
+    other.set_ylim(0, ROOM_FOR_LEGEND * max(1, under_way.max()))
+    handles = panel.get_legend_handles_labels()[0] + other.get_legend_handles_labels()[0]
+    other.legend(handles=handles, loc="upper center", ncols=3, framealpha=1, fontsize="small")
