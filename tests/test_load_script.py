@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -194,6 +195,17 @@ def test_a_load_ends_in_time() -> None:
     assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
+def test_ctrl_c_ends_a_load_with_what_there_is() -> None:
+    def interrupt(outcome: Outcome) -> None:
+        raise KeyboardInterrupt
+
+    with running_server(script={"delay_s": 0.01}) as fake:
+        runner = LoadRunner(Address("127.0.0.1", fake.port), {}, num_threads=2, timeout_s=10)
+        load = runner.run([Job("x", 4)] * 100, time_limit_s=60, on_outcome=interrupt)
+    assert 1 <= len(load.outcomes) < 20 and load.num_not_sent == 100 - len(load.outcomes)
+    assert all(outcome.failure is None for outcome in load.outcomes)
+
+
 def test_a_silent_server_is_a_failure() -> None:
     with running_server(script={"delay_s": 5.0}) as fake:
         runner = LoadRunner(Address("127.0.0.1", fake.port), {}, num_threads=2, timeout_s=0.2)
@@ -242,10 +254,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 def test_a_missing_matplotlib_is_named_before_anything_is_sent(
     documents: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(load_plot.importlib, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # how Python marks what cannot be imported
     with pytest.raises(SystemExit):
         load_test.main(["--documents", str(documents), "--plot", "load.png", "--port", "1"])
     assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
