@@ -73,8 +73,8 @@ def answers(address: Address, fields: dict[str, Any]) -> Iterator[list[str]]:
                 # Servers end messages with a null byte or, later ones, with a newline; JSON itself has neither.
                 *messages, rest = (rest + data).replace(b"\n", b"\0").split(b"\0")
                 yield from (json.loads(message)["text"] for message in messages)
-        except http.client.IncompleteRead as error:
-            raise RuntimeError("the answer breaks off: the server has failed or was stopped") from error
+        except (http.client.IncompleteRead, OSError) as error:
+            raise RuntimeError(f"the answer breaks off, the server has failed or was stopped: {error!r}") from error
 
 
 class Screen:

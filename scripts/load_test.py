@@ -115,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.plot:
             find_matplotlib()
         jobs = make_jobs(arguments)
-    except (ValueError, StartupError) as error:
+    except (ValueError, OSError, StartupError) as error:
         parser.error(str(error))
     load = run(arguments, jobs)
     figures = load_figures(load)

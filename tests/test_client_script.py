@@ -155,7 +155,9 @@ def test_a_broken_answer_is_named(answer: bytes, message: str, capsys: pytest.Ca
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(65536)
+                received = b""
+                while not received.endswith(b"}"):  # what is left unread would reset the connection
+                    received += connection.recv(65536)
                 connection.sendall(answer % (len(MESSAGE), MESSAGE) if b"%" in answer else answer)
 
         thread = threading.Thread(target=serve)

@@ -69,7 +69,7 @@ class LLM:
         """One output for each prompt, in their order; any number of times, from any thread.
 
         `sampling_params` are one object for all prompts, a list with one for each, or None for `SamplingParams()`.
-        `prompt_token_ids` has a list of ids for each prompt, which is then not tokenised but only shown in its output.
+        `prompt_token_ids` has a list of ids for each prompt, whose text, if given, is then only shown in its output.
         The bar counts prompts that are done, and new tokens a second.
 
         Raises RequestError, a ValueError, before anything is computed if one of the prompts cannot be served, such as
