@@ -192,6 +192,7 @@ def test_a_failed_step_names_its_prompt_and_nothing_more_is_broken(monkeypatch: 
             with pytest.raises(RequestFailedError, match=r"prompts\[1\]: .*the device is on fire"):
                 llm.generate(["good", "bad!", "good"], greedy())
         assert_idle(llm)
+        assert llm._engine.stats().num_aborted == 5, "the third prompt of each call was not needed any more"
         assert len(token_ids(llm.generate("good", greedy()))[0]) == 30
 
 
