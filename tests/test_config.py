@@ -14,49 +14,6 @@ from vllm_lite.config import (
 )
 from vllm_lite.errors import StartupError
 
-FLAGS_OF_0_2_7 = [
-    ("--model", "m"),
-    ("--tokenizer", "t"),
-    ("--revision", "r"),
-    ("--tokenizer-revision", "r"),
-    ("--tokenizer-mode", "slow"),
-    ("--trust-remote-code", None),
-    ("--download-dir", "d"),
-    ("--load-format", "npcache"),
-    ("--dtype", "half"),
-    ("--max-model-len", "64"),
-    ("--pipeline-parallel-size", "1"),
-    ("-pp", "1"),
-    ("--tensor-parallel-size", "1"),
-    ("-tp", "1"),
-    ("--max-parallel-loading-workers", "2"),
-    ("--block-size", "32"),
-    ("--seed", "0"),
-    ("--swap-space", "8"),
-    ("--gpu-memory-utilization", "0.5"),
-    ("--max-num-batched-tokens", "100"),
-    ("--max-num-seqs", "3"),
-    ("--max-paddings", "9"),
-    ("--disable-log-stats", None),
-    ("--enforce-eager", None),
-    ("--max-context-len-to-capture", "77"),
-    ("--engine-use-ray", None),
-    ("--disable-log-requests", None),
-    ("--max-log-len", "10"),
-    ("--host", "0.0.0.0"),
-    ("--port", "1"),
-]
-
-
-@pytest.mark.parametrize("spelling", ["dashes", "underscores", "equals"])
-@pytest.mark.parametrize(("flag", "value"), FLAGS_OF_0_2_7)
-def test_old_flags_parse(flag: str, value: str | None, spelling: str) -> None:
-    name = "--" + flag[2:].replace("-", "_") if spelling == "underscores" and flag.startswith("--") else flag
-    arguments = [name] if value is None else [name, value]
-    if spelling == "equals" and value is not None and flag.startswith("--"):
-        arguments = [f"{name}={value}"]
-    parse_command_line(arguments)
-
 
 def test_flags_set_their_fields() -> None:
     engine, server = parse_command_line(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -68,6 +69,44 @@ def test_serve_then_paste_the_ready_line(tmp_path: Path) -> None:
         result = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=True)
         assert result.stdout.startswith("Once upon a time")
         assert result.stdout.count("Once upon a time") > 10
+        client, load_test = (script_command(name) for name in ("client", "load_test"))
+        assert "Candidate 0: 'Once upon a time" in run_script([*client, "--port", port[1]])
+        fewer = ["--num-chunks", "3", "--chunk-tokens", "20", "--max-tokens", "4"]
+        assert "3 answered, 0 failed" in run_script([*load_test, "--port", port[1], *fewer])
+
+
+def script_command(name: str) -> list[str]:
+    """As the README has it."""
+    block = re.search(r"<!-- scripts -->\n```bash\n(.*?)```", README, flags=re.DOTALL)
+    assert block
+    (command,) = [line for line in block[1].splitlines() if line.startswith(f"scripts/{name} ")]
+    return shlex.split(command)
+
+
+def run_script(command: list[str]) -> str:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=READY_WITHIN_S)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_offline_script_runs() -> None:
+    lines = run_script(script_command("offline_inference")).splitlines()
+    assert [line.split(", text: ")[0] for line in lines] == [
+        "Prompt: 'The capital of France is'",
+        "Prompt: 'Once upon a time'",
+    ]
+
+
+def test_the_offline_example_runs(tmp_path: Path) -> None:
+    code = re.search(r"<!-- offline example -->\n```python\n(.*?)```", README, flags=re.DOTALL)
+    assert code
+    command = [sys.executable, "-c", code[1]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert first.startswith("'The capital of France is' -> ' Paris")
+    assert second.startswith("'Once upon a time' -> ")
 
 
 def test_readme_and_ready_line_show_the_same_command() -> None:

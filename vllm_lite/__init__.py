@@ -6,13 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_lite.entrypoints.llm import LLM
     from vllm_lite.outputs import CompletionOutput, RequestOutput
     from vllm_lite.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
+    "LLM": "vllm_lite.entrypoints.llm",
     "CompletionOutput": "vllm_lite.outputs",
     "RequestOutput": "vllm_lite.outputs",
     "SamplingParams": "vllm_lite.sampling_params",

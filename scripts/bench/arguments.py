@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from scripts.bench.client import Address
 from scripts.bench.quiet import Limits
 
 
@@ -26,6 +28,24 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
+
+
+def at_least_zero(text: str) -> float:
+    """Reads a finite number that is not negative."""
+    if not 0 <= (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return number
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Where the server is; `chosen_server` reads it."""
+    parser.add_argument("--host", default="127.0.0.1", help="the server's address (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="the server's port (default: %(default)s)")
+
+
+def chosen_server(arguments: argparse.Namespace) -> Address:
+    """Of the command line."""
+    return Address(arguments.host, arguments.port)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:

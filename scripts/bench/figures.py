@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from scripts.bench.workloads import Workload
 
 Spread = dict[str, float]
@@ -19,6 +21,7 @@ UNITS = {
     "longest_gap_ms": "ms longest gap",
 }
 
+PERCENTILES = (50, 90, 99)
 COMPARED_FIGURES = ("tokens_per_s", "decode_tokens_per_s", "first_token_ms")
 
 
@@ -57,6 +60,12 @@ def figures(workload: Workload, run: Run) -> dict[str, float]:
 def spread(values: Sequence[float]) -> Spread:
     """Median, least and greatest."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Mean, p50, p90, p99 and greatest, interpolated between neighbours."""
+    found = {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
+    return {"mean": statistics.fmean(values), **found, "max": max(values)}
 
 
 def spreads(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:

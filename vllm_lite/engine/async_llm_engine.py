@@ -174,9 +174,12 @@ class AsyncLLMEngine:
         return None if stream is None or stream.request is None else stream.request.admission_time_s
 
     async def generate(
-        self, request_id: str, prompt: str, params: SamplingParams
+        self, request_id: str, prompt: str | None, params: SamplingParams, *, prepared: Request | None = None
     ) -> AsyncGenerator[RequestDelta, None]:
         """Yields a delta for each step that generated something. Closing or cancelling it aborts the request.
+
+        `prepared` is what `LLMEngine.prepare` made of the other arguments, for callers that check many prompts first:
+        these requests are queued in the order in which they are asked for.
 
         Raises RequestError for a caller's mistake (before the first delta), RequestFailedError where this request
         failed, EngineDeadError where no request can be served.
@@ -186,9 +189,11 @@ class AsyncLLMEngine:
         stream = self._streams[request_id] = Stream()
         self._is_idle.clear()
         try:
-            request = await asyncio.get_running_loop().run_in_executor(
-                self._tokenise_pool, self._engine.prepare, request_id, prompt, None, params
-            )
+            request = prepared
+            if request is None:
+                request = await asyncio.get_running_loop().run_in_executor(
+                    self._tokenise_pool, self._engine.prepare, request_id, prompt, None, params
+                )
             if not stream.has_ended:
                 stream.request = request
                 self._engine.enqueue(request)

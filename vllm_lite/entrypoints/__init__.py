@@ -1,1 +1,1 @@
-"""The ways into the engine from outside: HTTP servers."""
+"""The ways into the engine from outside: HTTP servers, and `LLM` from Python."""
