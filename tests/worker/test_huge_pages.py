@@ -39,7 +39,7 @@ def flags_of_mapping(tensor: torch.Tensor) -> list[str]:
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", mapping):
             start, end = (int(edge, 16) for edge in found.groups())
             if start <= tensor.data_ptr() + tensor.nbytes // 2 < end:
-                return re.findall(r"VmFlags:(.*)", mapping)[0].split()
+                return str(re.findall(r"VmFlags:(.*)", mapping)[0]).split()
     raise AssertionError("the tensor is in no mapping")
 
 

@@ -69,7 +69,7 @@ def penalised(cumulative_logprob: float, output_len: int, length_penalty: float)
         divisor = float(output_len) ** length_penalty
     except OverflowError:
         divisor = MOST_EXTREME
-    return cumulative_logprob / min(max(divisor, 1 / MOST_EXTREME), MOST_EXTREME)
+    return cumulative_logprob / float(min(max(divisor, 1 / MOST_EXTREME), MOST_EXTREME))
 
 
 MOST_EXTREME = 1e150
