@@ -35,10 +35,27 @@ def test_prompts_that_begin_alike_share_blocks(report: dict[str, Any]) -> None:
     assert without - shared == 7 * 128 // 16
 
 
+@pytest.mark.parametrize(("is_beams", "least", "most"), [(False, 0.1, 0.5), (True, 0.3, 0.75)])
+def test_candidates_share_blocks(report: dict[str, Any], is_beams: bool, least: float, most: float) -> None:
+    share = report["share_saved_by_candidates"](num_requests=8, block_size=16, num_candidates=4, is_beams=is_beams)
+    assert least < share < most
+
+
 def test_the_command_prints_its_figures(
     report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--num-requests", "20", "--num-blocks", "160", "--num-prompts", "4", "--prefix-len", "64"]
+    arguments = [
+        "--num-requests",
+        "20",
+        "--num-blocks",
+        "160",
+        "--num-prompts",
+        "4",
+        "--prefix-len",
+        "64",
+        "--num-shared",
+        "2",
+    ]
     monkeypatch.setattr("sys.argv", ["kv_report", *arguments])
     report["main"]()
     assert "KV waste" in capsys.readouterr().out

@@ -6,16 +6,16 @@ up in an `OutputAccumulator`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One candidate of a request, as far as it has been generated.
+    """One candidate of a request, as far as it has been generated; `index` is its place among them, best first.
 
     `finish_reason` is None while it is being generated. `stop_reason` is the stop string or stop id that ended it, and
     None for an end of sequence, a length limit or an abort.
@@ -47,10 +47,20 @@ class CompletionDelta:
     """What one step added to one candidate. `text` is empty for a token whose text is still held back."""
 
     index: int
+    """Names the candidate among those of its request."""
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    """Of all tokens so far; None where logprobs are neither asked for nor needed."""
+    logprobs: tuple[dict[int, float], ...] | None = None
+    """For each of `token_ids`, its own logprob and those of the best tokens in its place; None if not asked for."""
+    score: float = 0.0
+    """What candidates are ordered by."""
+    parent: int | None = None
+    """The candidate that it continues. Where it is given, in beam search, the delta of the request has all candidates
+    there are from now on, each with what it continues."""
 
 
 @dataclass(frozen=True)
@@ -60,48 +70,94 @@ class RequestDelta:
     request_id: str
     outputs: tuple[CompletionDelta, ...]
     finished: bool
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    """In the first delta, where they are asked for."""
+
+
+State = TypeVar("State")
+
+
+def continued(
+    states: dict[int, State], delta: RequestDelta, new: Callable[[], State], copy: Callable[[State], State]
+) -> dict[int, State]:
+    """What is known of each candidate before a delta is added, by the index that it has afterwards."""
+    if all(output.parent is None for output in delta.outputs):
+        return states | {output.index: new() for output in delta.outputs if output.index not in states}
+    return {
+        output.index: new() if output.parent is None or output.parent not in states else copy(states[output.parent])
+        for output in delta.outputs
+    }
+
+
+def best_first(scores: Mapping[int, float], num_outputs: int) -> list[int]:
+    """The indices of the best candidates; of equal ones, the lower index first."""
+    return sorted(scores, key=lambda index: (-scores[index], index))[:num_outputs]
+
+
+@dataclass
+class _Candidate:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    last: CompletionDelta | None = None
+
+    def copy(self) -> _Candidate:
+        return _Candidate(self.text, self.token_ids[:], self.logprobs[:], self.last)
+
+    def add(self, delta: CompletionDelta) -> None:
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs or ())
+        self.last = delta
+
+    def output(self, index: int) -> CompletionOutput:
+        last = self.last
+        assert last is not None, "a candidate begins with a delta"
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            cumulative_logprob=last.cumulative_logprob,
+            logprobs=None if last.logprobs is None else self.logprobs[:],
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+        )
 
 
 @dataclass
 class OutputAccumulator:
-    """Adds up the deltas of one request."""
+    """Adds up the deltas of one request. Of its candidates, the best `num_outputs` are shown, the best first."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: Sequence[int]
     num_outputs: int = 1
     finished: bool = False
-    _texts: list[str] = field(default_factory=list)
-    _token_ids: list[list[int]] = field(default_factory=list)
-    _last: list[CompletionDelta | None] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._texts = [""] * self.num_outputs
-        self._token_ids = [[] for _ in range(self.num_outputs)]
-        self._last = [None] * self.num_outputs
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    _candidates: dict[int, _Candidate] = field(default_factory=dict)
+    _scores: dict[int, float] = field(default_factory=dict)
 
     def add(self, delta: RequestDelta) -> None:
         """Takes the next delta of the request."""
+        self._candidates = continued(self._candidates, delta, _Candidate, _Candidate.copy)
         for output in delta.outputs:
-            self._texts[output.index] += output.text
-            self._token_ids[output.index].extend(output.token_ids)
-            self._last[output.index] = output
+            self._candidates[output.index].add(output)
+            self._scores[output.index] = output.score
+        self._scores = {index: self._scores[index] for index in self._candidates}
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.finished = delta.finished
 
     def texts(self) -> list[str]:
         """The text of each candidate so far, without the prompt."""
-        return self._texts
+        return [self._candidates[index].text for index in best_first(self._scores, self.num_outputs)]
 
     def output(self) -> RequestOutput:
         """Everything so far, as a value of its own."""
         outputs = [
-            CompletionOutput(
-                index=index,
-                text=text,
-                token_ids=tuple(ids),
-                finish_reason=last.finish_reason if last else None,
-                stop_reason=last.stop_reason if last else None,
-            )
-            for index, (text, ids, last) in enumerate(zip(self._texts, self._token_ids, self._last))
+            self._candidates[index].output(rank)
+            for rank, index in enumerate(best_first(self._scores, self.num_outputs))
         ]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, None, outputs, self.finished)
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, self.prompt_logprobs, outputs, self.finished
+        )

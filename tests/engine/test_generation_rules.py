@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.engine_fakes import EOS, SETTINGS, STOP, VOCAB_SIZE
-from vllm_lite.engine.generation_rules import GenerationRules, candidate_seed, check_supported, make_rules
+from vllm_lite.engine.generation_rules import GenerationRules, candidate_seed, make_rules
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.errors import RequestError
 from vllm_lite.sampling_params import SamplingParams
@@ -153,26 +153,6 @@ def test_the_longest_sequence_is_the_least_of_all_limits(
 
 def test_a_group_has_room_for_each_of_its_sequences() -> None:
     assert replace(SETTINGS, num_blocks=11).max_sequence_len(3) == 24
-
-
-@pytest.mark.parametrize(
-    ("params", "field"),
-    [
-        (SamplingParams(n=2), "n"),
-        (SamplingParams(best_of=2), "best_of"),
-        (SamplingParams(n=4, best_of=4, use_beam_search=True, temperature=0), "use_beam_search"),
-        (SamplingParams(logprobs=0), "logprobs"),
-        (SamplingParams(prompt_logprobs=3), "prompt_logprobs"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_by_name(params: SamplingParams, field: str) -> None:
-    with pytest.raises(RequestError) as refusal:
-        check_supported(params)
-    assert str(refusal.value) == f"{field} is not supported yet"
-
-
-def test_plain_requests_are_supported() -> None:
-    check_supported(SamplingParams(n=1, best_of=1))
 
 
 def test_candidates_have_seeds_of_their_own() -> None:

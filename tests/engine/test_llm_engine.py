@@ -177,11 +177,14 @@ def test_half_a_surrogate_pair_is_refused() -> None:
         make_engine().prepare("r", "a\ud800", None, greedy())
 
 
-def test_ranges_are_checked_before_what_is_not_there_yet() -> None:
+def test_numbers_of_candidates_have_limits() -> None:
     with pytest.raises(RequestError, match="n must be at most 4"):
         make_engine(max_num_seqs=4).add_request("r", None, [40], SamplingParams(n=5))
-    with pytest.raises(RequestError, match=r"^n is not supported yet$"):
-        make_engine(max_num_seqs=4).add_request("r", None, [40], SamplingParams(n=4))
+    beams = SamplingParams(n=2, best_of=4, use_beam_search=True, temperature=0)
+    with pytest.raises(
+        RequestError, match=r"best_of must be at most 3 \(--max-num-batched-tokens\) in beam search, got 4"
+    ):
+        make_engine(max_num_batched_tokens=3).add_request("r", None, [40], beams)
 
 
 def test_ids_of_requests_are_used_once_at_a_time() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.engine_fakes import EOS, SETTINGS, check_step, greedy, make_engine
 from vllm_lite.engine.llm_engine import LLMEngine
-from vllm_lite.engine.step import ScheduledSequence, StepInput, StepPlan, pack
+from vllm_lite.engine.step import ScheduledSequence, StepInput, StepPlan, pack, scheduled_sequence
 from vllm_lite.sampling_params import SamplingParams
 
 
@@ -21,7 +21,7 @@ def scheduled(
     sequence.num_computed_tokens = num_computed
     engine._block_manager.allocate(sequence.blocks, 0, num_computed + num_new)
     sequence.seed = 2**64 - 1
-    return ScheduledSequence(request, sequence, num_new, [])
+    return scheduled_sequence(request, sequence, num_new, [])
 
 
 def packed(*parts: ScheduledSequence) -> StepInput:
@@ -107,6 +107,6 @@ def test_copies_are_listed_with_their_sequences() -> None:
     sequence.num_computed_tokens = 3
     sequence.blocks = engine._block_manager.fork(parent.sequence.blocks)
     copies = engine._block_manager.allocate(sequence.blocks, 3, 4)
-    step = packed(parent, ScheduledSequence(parent.request, sequence, 1, copies))
+    step = packed(parent, scheduled_sequence(parent.request, sequence, 1, copies))
     assert (step.copy_sources.tolist(), step.copy_destinations.tolist()) == ([0], [1])
     assert step.slot_mapping.tolist() == [3, 11]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_lite.entrypoints.streaming import StreamMessages, is_message
+from vllm_lite.entrypoints.streaming import CumulativeTexts, is_message
 from vllm_lite.outputs import CompletionDelta, RequestDelta
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -16,9 +16,9 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 @given(TEXTS, st.lists(st.lists(st.tuples(st.integers(0, 2), TEXTS), max_size=3), max_size=6))
 def test_message_equals_json_dumps_of_the_whole(prompt: str, steps: list[list[tuple[int, str]]]) -> None:
-    messages = StreamMessages(prompt, 3, b"\0")
+    messages = CumulativeTexts(prompt, 3, b"\0")
     texts = [prompt] * 3
-    for step in steps:
+    for step in [[(index, "") for index in range(3)], *steps]:  # all candidates begin in the first delta
         delta = RequestDelta("r", tuple(CompletionDelta(index, text, (1,)) for index, text in step), False)
         for index, text in step:
             texts[index] += text

@@ -17,7 +17,17 @@ from tests.helpers.byte_tokenizer import ByteTokenizer
 from vllm_lite.engine.block_manager import BlockManager, BlockTable
 from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
-from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput
+from vllm_lite.engine.step import (
+    NO_CONTINUATIONS,
+    NO_LOGPROBS,
+    NO_TOKEN,
+    Continuations,
+    Float32Array,
+    Int32Array,
+    Logprobs,
+    StepInput,
+    StepOutput,
+)
 from vllm_lite.outputs import OutputAccumulator, RequestDelta, RequestOutput
 from vllm_lite.sampling_params import SamplingParams
 
@@ -64,9 +74,51 @@ class FakeExecutor:
         self._token_ids[step.slot_mapping] = step.token_ids
         self._positions[step.slot_mapping] = step.positions
         last_indices = (step.query_starts[1:] - 1).tolist()
-        rows = enumerate(step.sampling.token_indices.tolist())
-        tokens = [self.choose(step, row, self.read_back(step, last_indices.index(index))) for row, index in rows]
-        return StepOutput(np.array(tokens, np.int32))
+        contexts = [self.read_back(step, last_indices.index(i)) for i in step.sampling.token_indices.tolist()]
+        tokens = [self.choose(step, row, context) for row, context in enumerate(contexts)]
+        return StepOutput(
+            np.array(tokens, np.int32),
+            logprobs=self._logprobs(
+                [(contexts[row], tokens[row]) for row in step.sampling.logprob_rows], step.sampling.num_logprobs
+            ),
+            continuations=self._continuations(step, contexts),
+            scores=self._logprobs(self._scored(step), step.scoring.num_logprobs),
+        )
+
+    def distribution(self, context: Sequence[int]) -> Float32Array:
+        """Logprobs of all tokens after a context: any, but always the same."""
+        digest = hashlib.blake2b(np.array(context, np.uint64).tobytes(), digest_size=8).digest()
+        logits = np.random.default_rng(int.from_bytes(digest, "little")).normal(0, 3, self.vocab_size)
+        logprobs: Float32Array = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        return logprobs
+
+    def _scored(self, step: StepInput) -> list[tuple[list[int], int]]:
+        """What precedes each scored token, and the token."""
+        scored = []
+        for index, token_id in zip(step.scoring.token_indices.tolist(), step.scoring.token_ids.tolist()):
+            sequence = int(np.searchsorted(step.query_starts, index, side="right")) - 1
+            context = self.read_back(step, sequence)
+            num_after = int(step.query_starts[sequence + 1]) - 1 - index
+            scored.append((context[: len(context) - num_after], token_id))
+        return scored
+
+    def _logprobs(self, rows: Sequence[tuple[Sequence[int], int]], counts: Int32Array) -> Logprobs:
+        if not rows:
+            return NO_LOGPROBS
+        tables = np.stack([self.distribution(context) for context, _ in rows])
+        top_ids = np.argsort(-tables, axis=1, kind="stable")[:, : counts.max()].astype(np.int32)
+        of_tokens = np.array([table[max(token_id, 0)] for table, (_, token_id) in zip(tables, rows)], np.float32)
+        return Logprobs(of_tokens, top_ids, np.take_along_axis(tables, top_ids, axis=1))
+
+    def _continuations(self, step: StepInput, contexts: Sequence[Sequence[int]]) -> Continuations:
+        sampling = step.sampling
+        if not len(sampling.beam_rows):
+            return NO_CONTINUATIONS
+        tables = np.stack([self.distribution(contexts[row]) for row in sampling.beam_rows])
+        for table, row in zip(tables, sampling.beam_rows):
+            table[sampling.banned_ids[sampling.banned_rows == row]] = -np.inf
+        ids = np.argsort(-tables, axis=1, kind="stable")[:, : sampling.num_continuations.max()].astype(np.int32)
+        return Continuations(ids, np.take_along_axis(tables, ids, axis=1))
 
     def read_back(self, step: StepInput, sequence: int) -> list[int]:
         """The token ids of a whole context, as the cache holds them."""
@@ -138,7 +190,7 @@ def check_step(step: StepInput, block_size: int) -> None:
     assert len(set(step.slot_mapping.tolist())) == shape.num_tokens, "two tokens in one slot"
     assert len(step.copy_sources) == len(step.copy_destinations)
     assert np.isin(sampling.token_indices, step.query_starts[1:] - 1).all()
-    assert (np.diff(sampling.token_indices) > 0).all()
+    assert (np.diff(sampling.token_indices) >= 0).all()
     for name, values in (*vars(step).items(), *vars(sampling).items()):
         if isinstance(values, np.ndarray):
             assert values.flags.c_contiguous and values.dtype in (np.int32, np.float32, np.uint64), name
@@ -149,6 +201,9 @@ def check_step(step: StepInput, block_size: int) -> None:
     assert len(sampling.bias_rows) == len(sampling.bias_ids) == len(sampling.bias_values)
     assert len(sampling.banned_rows) == len(sampling.banned_ids)
     assert len(sampling.allowed_starts) == len(sampling.allowed_rows) + 1
+    assert len(sampling.logprob_rows) == len(sampling.num_logprobs)
+    assert len(sampling.beam_rows) == len(sampling.num_continuations)
+    assert len(step.scoring.token_indices) == len(step.scoring.token_ids) == len(step.scoring.num_logprobs)
 
 
 def check_blocks(manager: BlockManager, tables: Iterable[BlockTable]) -> None:
@@ -186,12 +241,12 @@ class Run:
     def add(self, request_id: str, prompt: str, params: SamplingParams) -> None:
         ids = ByteTokenizer().encode(prompt)
         self.engine.add_request(request_id, prompt, ids, params)
-        self.outputs[request_id] = OutputAccumulator(request_id, prompt, ids)
+        self.outputs[request_id] = OutputAccumulator(request_id, prompt, ids, params.n)
         self.deltas[request_id] = []
 
     def step(self) -> None:
         for delta in self.engine.step(self.executor):
-            assert delta.outputs and all(len(output.token_ids) == 1 for output in delta.outputs)
+            assert delta.outputs and all(len(o.token_ids) == 1 or o.parent is not None for o in delta.outputs)
             self.outputs[delta.request_id].add(delta)
             self.deltas[delta.request_id].append(delta)
         check_engine(self.engine)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.generation_rules import check_supported
 from vllm_lite.entrypoints.launch import main
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, FinishReason, RequestDelta
@@ -80,7 +79,6 @@ class FakeEngine:
         if not self.is_alive:
             raise EngineDeadError("the engine is dead.")
         params.check_limits(vocab_size=1000, max_num_seqs=self.max_num_seqs, max_logprobs=20)
-        check_supported(params)
         if len(prompt) > MAX_PROMPT_CHARS:
             raise RequestError(f"prompt has {len(prompt)} tokens, the context holds {MAX_PROMPT_CHARS}.")
         self._stats.num_waiting += 1

@@ -29,6 +29,8 @@ class Row:
     bias: Mapping[int, float] = field(default_factory=dict)
     banned: Sequence[int] = ()
     allowed: Sequence[int] | None = None
+    num_logprobs: int | None = None
+    num_continuations: int = 0
 
 
 GREEDY = Row(temperature=0.0)
@@ -70,4 +72,8 @@ def sampling_input(rows: Sequence[Row], token_indices: Sequence[int] | None = No
         allowed_rows=int32([r for r, _ in allowed]),
         allowed_starts=starts([len(ids) for _, ids in allowed]),
         allowed_ids=int32([token for _, ids in allowed for token in ids]),
+        logprob_rows=int32([r for r, row in enumerate(rows) if row.num_logprobs is not None]),
+        num_logprobs=int32([row.num_logprobs for row in rows if row.num_logprobs is not None]),
+        beam_rows=int32([r for r, row in enumerate(rows) if row.num_continuations]),
+        num_continuations=int32([row.num_continuations for row in rows if row.num_continuations]),
     )

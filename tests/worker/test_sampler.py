@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.cpu_kernels import cpu_space
 from tests.helpers.sampling import GREEDY, Row, sampling_input
 from tests.ops.tensors import tokens_shape, workspace
-from vllm_lite.engine.step import NO_TOKEN, SamplingInput
+from vllm_lite.engine.step import NO_TOKEN, SamplingInput, StepOutput
 from vllm_lite.ops import sample as op
 from vllm_lite.ops.workspace import Workspace
 from vllm_lite.worker import sampler
@@ -41,6 +41,10 @@ SPACES: dict[str, Workspace] = {}
 
 def sample(logits: torch.Tensor, rows: SamplingInput) -> npt.NDArray[np.int32]:
     """As the model runner does."""
+    return sample_all(logits, rows).token_ids
+
+
+def sample_all(logits: torch.Tensor, rows: SamplingInput) -> StepOutput:
     return sampler.sample(SPACES["now"], tokens_shape(len(logits), len(logits)), logits, rows)
 
 

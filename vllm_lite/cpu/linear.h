@@ -14,14 +14,14 @@ constexpr bool IS_WIDENED = sizeof(Operand<T>) != sizeof(T);
 // relative to the panel. The memory is to work all the time, whether a panel is read once or many times.
 struct Ahead {
   static constexpr int64_t STREAM_BYTES = 2048;
-  static constexpr int64_t PASSES = 4;  // over a panel, during which the next one comes
+  static constexpr int64_t PASSES = 4;  // over a panel, during which the next one comes, or during two of fewer
   int64_t start, rate_shift;
 
   // Each panel is read once: what comes next lies behind.
   static Ahead of_stream() { return {STREAM_BYTES, 0}; }
   // The panel of `panel_bytes` is read for the `pass`-th time; the next panel lies behind it.
   static Ahead of_pass(int64_t pass, int64_t num_passes, int64_t panel_bytes) {
-    const int64_t shift = num_passes >= PASSES ? 2 : num_passes - 1;
+    const int64_t shift = num_passes >= PASSES ? 2 : 1;
     return {panel_bytes + pass * (panel_bytes >> shift), shift};
   }
 };

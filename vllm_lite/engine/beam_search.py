@@ -6,7 +6,7 @@ token ids and scores; what ends a continuation is asked of whoever knows its tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -19,6 +19,8 @@ class Candidates(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """-inf for a token that may not be picked."""
+    top_logprobs: Mapping[int, float] | None = None
+    """The model's best tokens, whatever may be picked, where the caller wants them."""
 
 
 class Continuation(NamedTuple):
@@ -46,21 +48,21 @@ class BeamRules:
 
     width: int
     """Beams that go on, and hypotheses that are kept."""
-    num_end_ids: int
-    """Ids that end a beam: the more there are, the more continuations are looked at."""
+    num_continuations: int
+    """How many are looked at in a step, over all beams."""
     length_penalty: float
     early_stopping: bool | Literal["never"]
     max_output_len: int
     """Most tokens that can be generated."""
 
-    @property
-    def num_continuations(self) -> int:
-        """How many are looked at in a step, over all beams: enough that `width` of them can go on."""
-        return max(2, 1 + self.num_end_ids) * self.width
-
     def score(self, cumulative_logprob: float, output_len: int) -> float:
         """What hypotheses of different lengths are compared by."""
         return penalised(cumulative_logprob, output_len, self.length_penalty)
+
+
+def num_continuations(width: int, num_end_ids: int) -> int:
+    """Enough that `width` of them can go on, whichever end."""
+    return max(2, 1 + num_end_ids) * width
 
 
 def penalised(cumulative_logprob: float, output_len: int, length_penalty: float) -> float:
@@ -89,8 +91,8 @@ class BeamSearch(Generic[Finished]):
         """Over all beams, best first; of equally good ones the earlier beam's and, within it, the better token's."""
         all_of_them = [
             Continuation(beam, token_id, logprob, cumulative + logprob)
-            for beam, (cumulative, (token_ids, logprobs)) in enumerate(zip(cumulative_logprobs, candidates))
-            for token_id, logprob in zip(token_ids, logprobs)
+            for beam, (cumulative, best) in enumerate(zip(cumulative_logprobs, candidates))
+            for token_id, logprob in zip(best.token_ids, best.logprobs)
             if logprob > -float("inf")
         ]
         all_of_them.sort(key=lambda continuation: -continuation.cumulative_logprob)

@@ -7,6 +7,7 @@ loses. So each token is decoded behind a few tokens that came before it, and wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import NamedTuple
 
 from vllm_lite.engine.stop_strings import StopStringFilter
@@ -40,6 +41,12 @@ class IncrementalDecoder:
         self._context = _clean_context(decode, prompt_token_ids)
         self._open: list[int] = []
         self._num_given = 0
+
+    def fork(self) -> IncrementalDecoder:
+        """Another one that has come as far."""
+        other = copy(self)
+        other._context, other._open = self._context[:], self._open[:]
+        return other
 
     def append(self, token_id: int) -> str:
         """Takes the next id; returns the text that has become final."""
@@ -101,6 +108,13 @@ class Detokenizer:
         self._filter = StopStringFilter(params.stop_strings, params.include_stop_str_in_output)
         self._decoder = IncrementalDecoder(self._decode, self._last_visible(prompt_token_ids))
         self._is_stopped = False
+
+    def fork(self) -> Detokenizer:
+        """Another one that has come as far."""
+        other = copy(self)
+        other._filter, other._decoder = copy(self._filter), self._decoder.fork()
+        # Bound methods are bound to the one that was copied; its tokenizer and parameters are the same.
+        return other
 
     def append(self, token_id: int, *, check_stop: bool) -> DetokenizerStep:
         """Takes the next id. With `check_stop` False its text is shown without being searched."""

@@ -9,12 +9,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_lite.engine.beam_search import num_continuations
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.errors import RequestError
 from vllm_lite.sampling_params import SamplingParams
 
-NOT_SUPPORTED_YET = ("use_beam_search", "best_of", "n", "logprobs", "prompt_logprobs")
 UINT64_RANGE = 2**64
 FLOAT32_MAX = 3.4e38
 
@@ -42,6 +42,12 @@ class GenerationRules:
     min_tokens: int
     max_sequence_len: int
     """Prompt and output together, in tokens."""
+    num_logprobs: int | None
+    """How many of the best tokens are wanted beside each picked one; None where not even its own logprob is."""
+    shows_logprobs: bool
+    """Whether the caller gets to see them."""
+    num_continuations: int
+    """How many next tokens a beam search looks at in each step; 0 for sampling."""
 
     def currently_banned_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> array[int]:
         """The ids that may not follow `token_ids`, of which the last `num_output_tokens` are output."""
@@ -55,15 +61,6 @@ class GenerationRules:
             if num_before <= num_output_tokens and tuple(token_ids[-num_before:]) == word[:-1]:
                 completed.append(word[-1])
         return completed
-
-
-def check_supported(params: SamplingParams) -> None:
-    """Refuses what is valid, but not there yet."""
-    for name in NOT_SUPPORTED_YET:
-        value = getattr(params, name)
-        is_used = value is not None and (value > 1 if name in ("n", "best_of") else value is not False)
-        if is_used:
-            raise RequestError(f"{name} is not supported yet")
 
 
 def check_unicode(name: str, text: str) -> None:
@@ -91,6 +88,7 @@ def make_rules(
     if params.max_tokens is not None:
         max_sequence_len = min(max_sequence_len, num_prompt_tokens + params.max_tokens)
     bias = params.logit_bias or {}
+    eos_ids = frozenset() if params.ignore_eos else settings.eos_token_ids
     return GenerationRules(
         sampling_row=_sampling_row(params),
         top_k=0 if params.is_greedy else params.effective_top_k,
@@ -101,10 +99,15 @@ def make_rules(
         banned_ids=array("i", sorted(banned)),
         banned_until_min_tokens_ids=array("i", sorted(banned_early)),
         bad_words_by_second_last=by_second_last,
-        eos_ids=frozenset() if params.ignore_eos else settings.eos_token_ids,
+        eos_ids=eos_ids,
         stop_ids=params.stop_ids,
         min_tokens=params.min_tokens,
         max_sequence_len=max_sequence_len,
+        num_logprobs=_num_logprobs(params),
+        shows_logprobs=params.logprobs is not None,
+        num_continuations=num_continuations(params.num_candidates, len(eos_ids | params.stop_ids))
+        if params.use_beam_search
+        else 0,
     )
 
 
@@ -117,6 +120,13 @@ def candidate_seed(seed: int, index: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % UINT64_RANGE
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % UINT64_RANGE
     return mixed ^ (mixed >> 31)
+
+
+def _num_logprobs(params: SamplingParams) -> int | None:
+    """Candidates are ordered by the logprobs of their tokens, so these are needed where there are several."""
+    if params.logprobs is None and params.num_candidates > 1 and not params.use_beam_search:
+        return 0
+    return params.logprobs
 
 
 def _sampling_row(params: SamplingParams) -> tuple[float, ...]:

@@ -7,19 +7,23 @@ only marks its request, and the end of the step frees it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from vllm_lite.engine.beam_search import BeamRules
+from vllm_lite.engine.beams import Beams
 from vllm_lite.engine.block_manager import BlockManager
 from vllm_lite.engine.detokenizer import Detokenizer
-from vllm_lite.engine.generation_rules import candidate_seed, check_supported, check_unicode, make_rules
+from vllm_lite.engine.generation_rules import candidate_seed, check_unicode, make_rules
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Request, RequestStatus
 from vllm_lite.engine.sequence import Sequence as GeneratedSequence
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput, StepPlan, pack
+from vllm_lite.engine.step_results import RowResult, ScoredToken, sampled_rows, scored_tokens
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.errors import RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, RequestDelta
@@ -68,6 +72,8 @@ class LLMEngine:
         )
         self._scheduler = Scheduler(settings, self._block_manager)
         self._requests: dict[str, Request] = {}
+        self._beams: dict[str, Beams] = {}
+        """Of the requests that search with them."""
         self._plan_in_flight: StepPlan | None = None
         self._failures: dict[str, RequestFailedError] = {}
         self._num_aborted = 0
@@ -95,27 +101,31 @@ class LLMEngine:
         params.check_limits(
             vocab_size=settings.vocab_size, max_num_seqs=settings.max_num_seqs, max_logprobs=settings.max_logprobs
         )
-        check_supported(params)
+        if params.use_beam_search and params.num_candidates > settings.max_num_batched_tokens:
+            raise RequestError(
+                f"best_of must be at most {settings.max_num_batched_tokens} (--max-num-batched-tokens) in beam search, "
+                f"got {params.num_candidates}."
+            )
         if prompt_token_ids is None:
             prompt_token_ids = self._tokenise(prompt or "", params)
         if params.truncate_prompt_tokens is not None:
             prompt_token_ids = prompt_token_ids[-params.truncate_prompt_tokens :]
         self._check_prompt(prompt_token_ids, params)
         rules = make_rules(params, len(prompt_token_ids), settings, self._tokenizer)
-        sequences = [
-            GeneratedSequence(index, prompt_token_ids, rules, Detokenizer(self._tokenizer, params, prompt_token_ids))
-            for index in range(params.num_candidates)
-        ]
-        return Request(request_id, prompt, prompt_token_ids, params, sequences)
+        first = GeneratedSequence(0, prompt_token_ids, rules, Detokenizer(self._tokenizer, params, prompt_token_ids))
+        others = [] if params.use_beam_search else [first.fork(index) for index in range(1, params.num_candidates)]
+        return Request(request_id, prompt, prompt_token_ids, params, [first, *others])
 
     def enqueue(self, request: Request) -> None:
         """Queues a request that `prepare` made. Raises RequestError where its id is taken."""
         if request.request_id in self._requests:
             raise RequestError(f"request_id {request.request_id!r} is in use by another request.")
         seed = self._random.getrandbits(64) if request.params.seed is None else request.params.seed
-        for sequence in request.sequences:
+        for sequence in (*request.sequences, *request.unstarted):
             sequence.seed = candidate_seed(seed, sequence.index)
         self._requests[request.request_id] = request
+        if request.params.use_beam_search:
+            self._beams[request.request_id] = Beams(_beam_rules(request))
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> RequestDelta | None:
@@ -125,7 +135,11 @@ class LLMEngine:
             return None
         self._num_aborted += 1
         request.is_aborted = True
-        outputs = tuple(sequence.abort() for sequence in request.unfinished_sequences)
+        outputs = tuple(sequence.abort() for sequence in (*request.unfinished_sequences, *request.unstarted))
+        if (beams := self._beams.get(request_id)) is not None:
+            outputs = tuple(
+                replace(output, score=beams.score(sequence)) for output, sequence in zip(outputs, request.sequences)
+            )
         if self._plan_in_flight is None:
             self._remove(request)
         return RequestDelta(request_id, outputs, finished=True)
@@ -146,24 +160,15 @@ class LLMEngine:
     def finish_step(self, output: StepOutput) -> list[RequestDelta]:
         """Takes the step's tokens: one delta for each request that got some. See also `take_failures`."""
         plan = self._close_step()
-        sampled = [scheduled for scheduled in plan.scheduled if scheduled.is_sampled]
-        assert len(sampled) == len(output.token_ids), "one token for each sampled row"
+        rows, scored = sampled_rows(plan, output), scored_tokens(plan, output)
         self._scheduler.mark_computed(plan)
-        completions: dict[str, list[CompletionDelta]] = {}
-        for scheduled, token_id in zip(sampled, output.token_ids.tolist()):
-            request, sequence = scheduled.request, scheduled.sequence
-            if request.is_aborted or request.status is RequestStatus.FINISHED:
-                continue
-            if token_id == NO_TOKEN:
-                self._fail(request)
-                completions.pop(request.request_id, None)
-                continue
-            if sequence.num_output_tokens == 0:
-                self._num_prompt_tokens += sequence.num_prompt_tokens
-            self._num_generated_tokens += 1
-            completions.setdefault(request.request_id, []).append(sequence.append(token_id))
+        self._note_prompt_logprobs(scored)
+        rows_of: dict[str, list[RowResult]] = {}
+        for row in rows:
+            rows_of.setdefault(row.request.request_id, []).append(row)
+        deltas = [self._take_rows(rows[0].request, rows) for rows in rows_of.values()]
         self._remove_aborted()
-        return [self._delta(request_id, outputs) for request_id, outputs in completions.items()]
+        return [delta for delta in deltas if delta is not None]
 
     def fail_step(self) -> list[str]:
         """Closes a step that raised: its requests are gone, and their ids are returned. No other is touched."""
@@ -231,18 +236,58 @@ class LLMEngine:
             f"{name} holds {limit}."
         )
 
-    def _delta(self, request_id: str, outputs: list[CompletionDelta]) -> RequestDelta:
-        """What the step brought a request; blocks of what has finished are freed."""
-        if all(output.finish_reason is None for output in outputs):
-            return RequestDelta(request_id, tuple(outputs), finished=False)
-        request = self._requests[request_id]
-        if request.is_finished:
+    def _note_prompt_logprobs(self, scored: Sequence[ScoredToken]) -> None:
+        for request, logprobs in scored:
+            if request.is_aborted or request.status is RequestStatus.FINISHED:
+                continue
+            assert request.prompt_logprobs is not None
+            if all(map(math.isfinite, logprobs.values())):
+                request.prompt_logprobs.append(logprobs)
+            else:
+                self._fail(request)
+
+    def _take_rows(self, request: Request, rows: list[RowResult]) -> RequestDelta | None:
+        """What the step brought a request, and whom it brought to an end."""
+        if request.is_aborted or request.status is RequestStatus.FINISHED:
+            return None
+        if any(row.token_id == NO_TOKEN for row in rows):
+            self._fail(request)
+            return None
+        is_first = request.sequences[0].num_output_tokens == 0
+        if is_first:
+            self._num_prompt_tokens += request.sequences[0].num_prompt_tokens
+        self._num_generated_tokens += len(rows)
+        outputs = self._advance_beams(request, rows) if request.params.use_beam_search else self._append(request, rows)
+        is_finished = request.is_finished
+        if is_finished:
             self._remove(request)
-        else:
-            for sequence in request.sequences:
-                if sequence.finish_reason is not None:
-                    self._block_manager.free(sequence.blocks)
-        return RequestDelta(request_id, tuple(outputs), request.is_finished)
+        return RequestDelta(
+            request.request_id, outputs, is_finished, prompt_logprobs=request.prompt_logprobs if is_first else None
+        )
+
+    def _append(self, request: Request, rows: list[RowResult]) -> tuple[CompletionDelta, ...]:
+        """The next token of each candidate; the first ones start the candidates."""
+        for candidate in request.unstarted:
+            candidate.blocks = self._block_manager.fork(request.sequences[0].blocks)
+            candidate.num_computed_tokens = request.sequences[0].num_computed_tokens
+        request.sequences += request.unstarted
+        request.unstarted = []
+        outputs = tuple(row.sequence.append(row.token_id, row.logprob, row.top_logprobs) for row in rows)
+        for row in rows:
+            if row.sequence.finish_reason is not None:
+                self._block_manager.free(row.sequence.blocks)
+        return outputs
+
+    def _advance_beams(self, request: Request, rows: list[RowResult]) -> tuple[CompletionDelta, ...]:
+        """The sequences that go on take over the blocks of those that they come out of."""
+        candidates = [row.candidates for row in rows if row.candidates is not None]
+        step = self._beams[request.request_id].advance(request.sequences, candidates)
+        for sequence, parent in zip(step.sequences, step.parents):
+            sequence.blocks = self._block_manager.fork(parent.blocks)
+        for sequence in request.sequences:
+            self._block_manager.free(sequence.blocks)
+        request.sequences = step.sequences
+        return step.outputs
 
     def _fail(self, request: Request) -> None:
         self._failures[request.request_id] = RequestFailedError(
@@ -265,3 +310,15 @@ class LLMEngine:
         if request.status is not RequestStatus.FINISHED:
             self._scheduler.remove(request)
             del self._requests[request.request_id]
+            self._beams.pop(request.request_id, None)
+
+
+def _beam_rules(request: Request) -> BeamRules:
+    params, rules = request.params, request.sequences[0].rules
+    return BeamRules(
+        width=params.num_candidates,
+        num_continuations=rules.num_continuations,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_output_len=rules.max_sequence_len - len(request.prompt_token_ids),
+    )

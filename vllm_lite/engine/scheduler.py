@@ -13,7 +13,7 @@ from collections import deque
 from vllm_lite.engine.block_manager import BlockManager
 from vllm_lite.engine.sequence import Request, RequestStatus, Sequence
 from vllm_lite.engine.settings import EngineSettings
-from vllm_lite.engine.step import ScheduledSequence, StepPlan
+from vllm_lite.engine.step import ScheduledSequence, StepPlan, scheduled_sequence
 
 
 class Scheduler:
@@ -57,6 +57,8 @@ class Scheduler:
             request = self._admit()
             for sequence in request.unfinished_sequences:
                 budget -= self._schedule_chunk(request, sequence, budget, scheduled)
+        if not scheduled:  # beams that were admitted again with all that they lack but their last tokens
+            scheduled, _ = self._schedule_decodes(budget)
         assert scheduled or not (self.running or self.waiting), "a step without progress"
         scheduled.sort(key=_brings_several_tokens)
         return StepPlan(self._settings.block_size, scheduled)
@@ -81,24 +83,34 @@ class Scheduler:
         while position < len(self.running) and len(scheduled) < budget:  # preemption takes requests from the end
             request = self.running[position]
             position += 1
-            group: list[ScheduledSequence] = []
+            decodes: list[Sequence] = []
             for sequence in request.unfinished_sequences:
                 if sequence.num_uncomputed_tokens > 1:
                     longer.append((request, sequence))
-                elif len(scheduled) + len(group) < budget:
-                    if not self._make_room(request, sequence):
-                        group.clear()
-                        break
-                    group.append(self._allocate(request, sequence, 1))
+                else:
+                    decodes.append(sequence)
+            room = budget - len(scheduled)
+            if request.params.use_beam_search and not room >= len(decodes) == len(request.sequences):
+                continue  # beams take their next tokens together
+            group: list[ScheduledSequence] = []
+            for sequence in decodes[:room]:
+                if not self._make_room(request, sequence):
+                    group.clear()
+                    break
+                group.append(self._allocate(request, sequence, 1))
             scheduled += group
         return scheduled, longer
 
     def _schedule_chunk(
         self, request: Request, sequence: Sequence, budget: int, scheduled: list[ScheduledSequence]
     ) -> int:
-        """As many of a sequence's tokens as budget and free blocks hold: it may have to wait for an older one."""
+        """As many of a sequence's tokens as budget and free blocks hold: it may have to wait for an older one.
+
+        The last token of one beam among several waits for those of the others.
+        """
         room = self._block_manager.num_writable_tokens(sequence.blocks, sequence.num_computed_tokens)
-        num_tokens = min(sequence.num_uncomputed_tokens, budget, room)
+        is_beam = request.params.use_beam_search and len(request.sequences) > 1
+        num_tokens = min(sequence.num_uncomputed_tokens - is_beam, budget, room)
         if num_tokens <= 0:
             return 0
         scheduled.append(self._allocate(request, sequence, num_tokens))
@@ -107,7 +119,7 @@ class Scheduler:
     def _allocate(self, request: Request, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
         copies = self._block_manager.allocate(sequence.blocks, start, start + num_tokens)
-        return ScheduledSequence(request, sequence, num_tokens, copies)
+        return scheduled_sequence(request, sequence, num_tokens, copies)
 
     def _make_room(self, request: Request, sequence: Sequence) -> bool:
         """Preempts the latest requests until the sequence's next token has a block. False if that hit its own."""
@@ -137,12 +149,14 @@ class Scheduler:
         """
         if not self.waiting:
             return False
-        sequences = self.waiting[0].unfinished_sequences
-        num_running = sum(len(request.unfinished_sequences) for request in self.running)
-        if num_running + len(sequences) > self._settings.max_num_seqs:
+        request = self.waiting[0]
+        sequences = request.unfinished_sequences
+        num_running = sum(other.num_slots for other in self.running)
+        if num_running + request.num_slots > self._settings.max_num_seqs:
             return False
-        group = [(sequence.num_tokens, self._find_prefix(self.waiting[0], sequence)) for sequence in sequences]
-        return self._block_manager.can_admit(group, num_reserved=num_running)
+        group = [(sequence.num_tokens, self._find_prefix(request, sequence)) for sequence in sequences]
+        num_later = request.num_slots - len(sequences)  # each gets a copy of the last block of the prompt
+        return self._block_manager.can_admit(group, num_reserved=num_running + num_later)
 
     def _admit(self) -> Request:
         """Moves the request that waits longest to the running ones, with what blocks of its prompt exist already."""

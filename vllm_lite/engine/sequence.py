@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import replace
 
 from vllm_lite.engine.block_manager import BlockTable
 from vllm_lite.engine.detokenizer import Detokenizer
@@ -29,6 +31,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "cumulative_logprob",
         "detokenizer",
         "finish_reason",
         "index",
@@ -56,6 +59,8 @@ class Sequence:
         self.rules = rules
         self.detokenizer = detokenizer
         self.seed = seed
+        self.cumulative_logprob = 0.0
+        """Of the output, where logprobs are computed."""
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -73,8 +78,33 @@ class Sequence:
         """Tokens whose K/V are not in the cache: 1 while decoding, more for a prompt or after a preemption."""
         return len(self.token_ids) - self.num_computed_tokens
 
-    def append(self, token_id: int) -> CompletionDelta:
-        """Takes the next token, decides whether it ends the sequence, and returns what the caller gets to see."""
+    def fork(self, index: int) -> Sequence:
+        """Another one that has come as far and goes its own way from here; it owns no blocks yet."""
+        other = Sequence(index, self.token_ids, self.rules, self.detokenizer.fork(), self.seed)
+        other.num_prompt_tokens = self.num_prompt_tokens
+        other.num_computed_tokens = self.num_computed_tokens
+        other.cumulative_logprob = self.cumulative_logprob
+        return other
+
+    def append(
+        self, token_id: int, logprob: float | None = None, top_logprobs: Mapping[int, float] | None = None
+    ) -> CompletionDelta:
+        """Takes the next token, decides whether it ends the sequence, and returns what the caller gets to see.
+
+        Its logprob and those of the best tokens in its place are known where the rules ask for them.
+        """
+        delta = self._append(token_id)
+        if logprob is None:
+            return delta
+        self.cumulative_logprob += logprob
+        return replace(
+            delta,
+            cumulative_logprob=self.cumulative_logprob,
+            score=self.cumulative_logprob,
+            logprobs=({token_id: logprob, **(top_logprobs or {})},) if self.rules.shows_logprobs else None,
+        )
+
+    def _append(self, token_id: int) -> CompletionDelta:
         self.token_ids.append(token_id)
         rules, num_tokens = self.rules, len(self.token_ids)
         may_stop = num_tokens - self.num_prompt_tokens >= rules.min_tokens
@@ -92,7 +122,16 @@ class Sequence:
     def abort(self) -> CompletionDelta:
         """Ends the sequence where it is; the text held back comes out."""
         self.finish_reason = "abort"
-        return CompletionDelta(self.index, self.detokenizer.finish(), (), "abort")
+        has_logprobs = self.rules.num_logprobs is not None or self.rules.num_continuations > 0
+        return CompletionDelta(
+            self.index,
+            self.detokenizer.finish(),
+            (),
+            "abort",
+            cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
+            logprobs=() if self.rules.shows_logprobs else None,
+            score=self.cumulative_logprob,
+        )
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None, token_id: int, text: str) -> CompletionDelta:
         self.finish_reason = reason
@@ -100,17 +139,22 @@ class Sequence:
 
 
 class Request:
-    """A caller's request: a group of sequences that are admitted, preempted and freed together."""
+    """A caller's request: a group of sequences that are admitted, preempted and freed together.
+
+    One sequence computes the prompt. At its end the other candidates come out of it, and share its blocks.
+    """
 
     __slots__ = (
         "admission_time_s",
         "is_aborted",
         "params",
         "prompt",
+        "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "sequences",
         "status",
+        "unstarted",
     )
 
     def __init__(
@@ -121,11 +165,16 @@ class Request:
         params: SamplingParams,
         sequences: list[Sequence],
     ) -> None:
+        """`sequences` are all candidates; in beam search, the one that all beams come out of."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.sequences = sequences
+        self.sequences = sequences[:1]
+        self.unstarted = sequences[1:]
+        """Candidates that begin once the prompt has been computed."""
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
+        """Of the prompt's tokens, as far as they are known; the first has none."""
         self.status = RequestStatus.WAITING
         self.admission_time_s: float | None = None
         """When it first left the queue, in seconds of the monotonic clock."""
@@ -140,4 +189,11 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether no sequence generates any more."""
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+        return not self.unstarted and all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def num_slots(self) -> int:
+        """How many sequences it may run at a time from now on."""
+        if self.params.use_beam_search:
+            return self.params.num_candidates
+        return len(self.unfinished_sequences) + len(self.unstarted)

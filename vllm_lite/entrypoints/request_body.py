@@ -19,7 +19,6 @@ MAX_COMMAS_FOR_C = 100_000
 """JSON with more values than this is parsed by Python's own scanner: the one in C lets no other thread run."""
 MAX_VALUES = 500_000
 """More than a vocabulary has tokens. Millions would take a minute and a gigabyte, and hold up every other body."""
-NOT_SUPPORTED_YET = ("details", "stream_deltas")
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,10 @@ class GenerateRequest:
 
     prompt: str
     is_stream: bool
+    has_details: bool
+    """Whether the answer has more than text."""
+    is_deltas: bool
+    """Whether messages of a stream have only what is new."""
     params: SamplingParams
 
 
@@ -39,13 +42,31 @@ def parse_generate_request(body: bytes) -> GenerateRequest:
     prompt = _take_prompt(fields)
     is_stream = bool(fields.pop("stream", None))
     fields.pop("prefix_pos", None)  # clients of vLLM 0.3.0 to 0.3.3 send it
-    for name in NOT_SUPPORTED_YET:
-        value = fields.pop(name, None)
-        if value is not None and not isinstance(value, bool):
-            raise RequestError(f"{name} must be true or false, got {_kind(value)}.")
-        if value:
-            raise RequestError(f"{name} is not supported yet; leave it out.")
-    return GenerateRequest(prompt, is_stream, SamplingParams.from_request(fields))
+    has_details, is_deltas = _take_flag(fields, "details"), _take_flag(fields, "stream_deltas")
+    params = SamplingParams.from_request(fields)
+    if is_deltas:
+        _check_deltas(is_stream, params)
+    return GenerateRequest(prompt, is_stream, has_details, is_deltas, params)
+
+
+def _take_flag(fields: dict[str, Any], name: str) -> bool:
+    value = fields.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {_kind(value)}.")
+    return bool(value)
+
+
+def _check_deltas(is_stream: bool, params: SamplingParams) -> None:
+    """New text alone makes sense where it is certain whom it belongs to."""
+    if not is_stream:
+        raise RequestError('stream_deltas must come with "stream": true.')
+    if params.use_beam_search:
+        raise RequestError("stream_deltas must be false in beam search, which changes its mind about earlier tokens.")
+    if params.num_candidates > params.n:
+        raise RequestError(
+            f"stream_deltas must be false where best_of is greater than n, got n={params.n} and "
+            f"best_of={params.best_of}: which candidates are the best is known at the end."
+        )
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.config import EngineConfig, ServerConfig
+from vllm_lite.entrypoints.details import all_details
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.served_engine import ServedEngine
-from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message
+from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message, stream_messages
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
 from vllm_lite.outputs import OutputAccumulator, RequestDelta
 
@@ -123,11 +124,13 @@ class Api:
         async for delta in deltas:
             self._record(delta, record)
             if outputs is None:  # not before the engine has accepted n, which may be any number
-                outputs = OutputAccumulator(record.request_id, asked.prompt, (), num_outputs=asked.params.n)
+                prompt_token_ids = self._engine.prompt_token_ids(record.request_id)
+                outputs = OutputAccumulator(record.request_id, asked.prompt, prompt_token_ids, asked.params.n)
             outputs.add(delta)
         if outputs is None or record.is_aborted:
             return error_response(503, STOPPING)
-        return json_response(200, {"text": [asked.prompt + text for text in outputs.texts()]})
+        details = all_details(outputs.output()) if asked.has_details else {}
+        return json_response(200, {"text": [asked.prompt + text for text in outputs.texts()], **details})
 
     async def _stream(
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
@@ -141,7 +144,14 @@ class Api:
             async for delta in deltas:
                 self._record(delta, record)
                 if messages is None:  # not before the engine has accepted n, which may be any number
-                    messages = StreamMessages(asked.prompt, asked.params.n, self._delimiter)
+                    messages = stream_messages(
+                        asked.prompt,
+                        self._engine.prompt_token_ids(record.request_id),
+                        asked.params,
+                        self._delimiter,
+                        has_details=asked.has_details,
+                        is_deltas=asked.is_deltas,
+                    )
                 if is_message(delta):
                     await response.prepare(request)
                     await response.write(messages.add(delta))

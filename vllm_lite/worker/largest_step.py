@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_lite.engine.step import Int32Array, SamplingInput, StepInput, StepShape
+from vllm_lite.engine.step import NO_INTS, Int32Array, SamplingInput, StepInput, StepShape
 
 
 def largest_step(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> StepInput:
@@ -42,7 +42,7 @@ def _most_expensive_sampling(token_indices: Int32Array) -> SamplingInput:
     """Greedy rows and rows with top_k and top_p in turn: each kind is copied out of the logits."""
     num_rows = len(token_indices)
     is_greedy = np.arange(num_rows) % 2 == 0
-    none, zeros = np.zeros(0, np.int32), np.zeros(num_rows, np.float32)
+    zeros = np.zeros(num_rows, np.float32)
     return SamplingInput(
         token_indices=token_indices,
         temperatures=np.where(is_greedy, 0, 1).astype(np.float32),
@@ -54,15 +54,9 @@ def _most_expensive_sampling(token_indices: Int32Array) -> SamplingInput:
         repetition_penalties=zeros + 1,
         seeds=np.arange(num_rows, dtype=np.uint64),
         positions=np.zeros(num_rows, np.int32),
-        history_ids=none,
+        history_ids=NO_INTS,
         history_starts=np.zeros(num_rows + 1, np.int32),
         history_prompt_lens=np.zeros(num_rows, np.int32),
-        bias_rows=none,
-        bias_ids=none,
-        bias_values=np.zeros(0, np.float32),
-        banned_rows=none,
-        banned_ids=none,
-        allowed_rows=none,
-        allowed_starts=np.zeros(1, np.int32),
-        allowed_ids=none,
+        logprob_rows=np.arange(num_rows, dtype=np.int32),
+        num_logprobs=np.full(num_rows, 1, np.int32),
     )

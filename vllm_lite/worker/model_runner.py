@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from vllm_lite.engine.step import Int32Array, StepInput, StepOutput, StepShape
+from vllm_lite.engine.step import NO_INTS, Int32Array, Logprobs, ScoringInput, StepInput, StepOutput, StepShape
 from vllm_lite.kernels.cpu import CpuKernels
 from vllm_lite.kernels.cuda import CudaKernels
 from vllm_lite.layers.context import ForwardContext
@@ -18,6 +18,7 @@ from vllm_lite.worker import kv_cache
 from vllm_lite.worker.compute import Compute, Head
 from vllm_lite.worker.cpu_replay import CpuReplay
 from vllm_lite.worker.dtype import CPU_FLAG, is_native
+from vllm_lite.worker.logprobs import token_logprobs
 from vllm_lite.worker.sampler import is_plain_greedy, sample
 from vllm_lite.worker.step_buffers import StepBuffers
 from vllm_lite.worker.transfer import to_device
@@ -78,11 +79,34 @@ class ModelRunner:
             self.buffers.fill(step)
             self._copy_blocks(step)
             self.compute(shape, head)
-            if head is Head.NONE:
-                return StepOutput(np.empty(0, np.int32))
+            output = StepOutput(NO_INTS)
             if head is Head.GREEDY_IDS:
-                return StepOutput(self.greedy_ids[: shape.num_rows].to("cpu", copy=True).numpy())
-            return StepOutput(sample(self.workspace, shape, self.logits[: shape.num_rows], sampling))
+                output = StepOutput(self.greedy_ids[: shape.num_rows].to("cpu", copy=True).numpy())
+            elif head is Head.LOGITS:
+                output = sample(self.workspace, shape, self.logits[: shape.num_rows], sampling)
+            if len(step.scoring.token_ids):
+                output = dataclasses.replace(output, scores=self._score(shape, step.scoring))
+            return output
+
+    def _score(self, shape: StepShape, scoring: ScoringInput) -> Logprobs:
+        """After `compute`, of whose step every token has left what the head reads."""
+        parts: list[Logprobs] = []
+        num_top = int(scoring.num_logprobs.max())
+        for start in range(0, len(scoring.token_ids), len(self.logits)):
+            rows = slice(start, start + len(self.logits))
+            token_ids = scoring.token_ids[rows]
+            part_shape = dataclasses.replace(shape, num_rows=len(token_ids))
+            indices = to_device(scoring.token_indices[rows], self.model.options.device)
+            self.tensors.token_indices[: len(token_ids)].copy_(indices)
+            self.workspace.begin_step()
+            context = ForwardContext(self.workspace, part_shape, self.tensors)
+            self.model.logits(context, self.activations, self.logits)
+            parts.append(token_logprobs(self.logits[: len(token_ids)], token_ids, num_top))
+        return Logprobs(
+            of_tokens=np.concatenate([part.of_tokens for part in parts]),
+            top_ids=np.concatenate([part.top_ids for part in parts]),
+            top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
+        )
 
     def compute_by_python(self, shape: StepShape, head: Head) -> None:
         """What `compute` does unless something else has been put there."""
