@@ -51,8 +51,8 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "allowed_token_ids": [[], ["a"], [10**9], 5],
     "bad_words": [[""], [5], "x" * 3, ["z"] * 1025],
     "truncate_prompt_tokens": [0, -1, "5", 1.5],
-    "details": [1, "x", True],
-    "stream_deltas": [0, "x", True],
+    "details": [1, "x", []],
+    "stream_deltas": [0, "x", {}],
     "prompt": [5, None, ["a"], {}, True, 1.5],
 }
 

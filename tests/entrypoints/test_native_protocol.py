@@ -243,9 +243,16 @@ BAD_BODIES: list[tuple[bytes, str]] = [
     (b'{"prompt":"a","stop_token_ids":[true]}', "stop_token_ids"),
     (b'{"prompt":"a","ignore_eos":1}', "ignore_eos"),
     (b'{"prompt":"a","logit_bias":{"x":1}}', "logit_bias"),
-    (b'{"prompt":"a","details":true}', "details is not supported yet"),
     (b'{"prompt":"a","details":1}', "details"),
-    (b'{"prompt":"a","stream_deltas":true}', "stream_deltas is not supported yet"),
+    (b'{"prompt":"a","stream_deltas":true}', 'stream_deltas must come with "stream": true'),
+    (
+        b'{"prompt":"a","stream":true,"stream_deltas":true,"n":1,"best_of":2}',
+        "stream_deltas must be false where best_of is greater than n, got n=1 and best_of=2",
+    ),
+    (
+        b'{"prompt":"a","stream":true,"stream_deltas":true,"n":2,"use_beam_search":true,"temperature":0}',
+        "stream_deltas must be false in beam search",
+    ),
     (b'{"prompt":"a","stream_deltas":"yes"}', "stream_deltas"),
 ]
 
@@ -260,7 +267,7 @@ def test_bad_body_is_400_that_names_the_fault(server: Server, body: bytes, word:
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_refusal_by_the_engine_is_400_for_streams_too(server: Server, is_stream: bool) -> None:
     assert_refused(
-        server.post({"prompt": "a", "n": 2, "temperature": 1, "stream": is_stream}), 400, "n is not supported yet"
+        server.post({"prompt": "a", "logprobs": 21, "stream": is_stream}), 400, "logprobs must be at most 20", "got 21"
     )
 
 

@@ -84,12 +84,10 @@ def test_lengths(server: Server) -> None:
         ({"prompt": "a", "stop_token_ids": [999999], "min_tokens": 2}, "stop_token_ids"),
         ({"prompt": "a", "logprobs": 100000}, "logprobs"),
         ({"prompt": "a", "n": 100, "temperature": 1}, "n must be at most 8"),
-        ({"prompt": "a", "n": 2, "temperature": 1}, "n is not supported yet"),
-        ({"prompt": "a", "best_of": 2, "temperature": 1}, "best_of is not supported yet"),
-        ({"prompt": "a", "n": 4, "use_beam_search": True, "temperature": 0.0}, "not supported yet"),
-        ({"prompt": "a", "logprobs": 5}, "logprobs is not supported yet"),
-        ({"prompt": "a", "prompt_logprobs": 5}, "prompt_logprobs is not supported yet"),
-        ({"prompt": "a", "details": True}, "details is not supported yet"),
+        ({"prompt": "a", "best_of": 9, "use_beam_search": True, "temperature": 0}, "best_of must be at most 8"),
+        ({"prompt": "a", "n": 2, "temperature": 0}, "best_of must be 1 when using greedy sampling"),
+        ({"prompt": "a", "n": 2, "use_beam_search": True}, "temperature must be 0 when using beam search"),
+        ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs must be at most 20"),
     ],
 )
 def test_poisonous_requests_are_refused(server: Server, fields: dict[str, Any], word: str) -> None:

@@ -192,20 +192,6 @@ void score_keys(const Call<T>& call, const Tile& tile, const Operand<T>* queries
     multiply(Operand<T>{}, gathered<T, PARTITION / COLUMNS>(source, num_groups, scratch.panels));
 }
 
-// Has the first keys of a partition brought nearer, before anybody needs them.
-template <class T>
-void ask_for_keys(const Call<T>& call, const Tile& tile, int64_t partition) {
-  constexpr int64_t LINE_BYTES = 64;
-  const CacheLayout& layout = call.layout;
-  const int64_t size = layout.block_size * layout.head_dim * static_cast<int64_t>(sizeof(T));
-  const int64_t first = std::max(partition * PARTITION, call.first_seen(tile.position(0, call.group())));
-  const int64_t end = std::min(first + KeyGroups<T, 1>::GROUPS_AHEAD * COLUMNS, tile.context_len);
-  for (int64_t key = first; key < end; key += layout.block_size) {
-    const T* block = call.key_cache + layout.tile(tile.block_table[key / layout.block_size], tile.kv_head);
-    for (int64_t at = 0; at < size; at += LINE_BYTES) __builtin_prefetch(reinterpret_cast<const char*>(block) + at, 0, 2);
-  }
-}
-
 INLINE IntVec lane_numbers() {
   IntVec result;
   for (int i = 0; i < LANES; ++i) result[i] = i;
@@ -382,31 +368,6 @@ struct Decodes {
   bool is_cut(int64_t partials_size) const { return total() * call.layout.num_kv_heads * partial_size() <= partials_size; }
 };
 
-// The pieces of work of the decodes in their flat order: partitions or whole sequences, under each KV head.
-template <class T>
-struct DecodePieces {
-  const Decodes<T>* decodes;
-  bool is_cut;
-  int64_t seq = 0, num_pieces = 0;     // of the sequence
-  int64_t begin = 0, before = 0;       // items and partitions of the sequences before it
-
-  // Moves on to the sequence of an item, which is none of those passed; false where there is no such item.
-  bool seek(int64_t item) {
-    for (; seq < decodes->num_seqs; ++seq) {
-      const int64_t count = decodes->count(seq);
-      num_pieces = is_cut ? count : std::min<int64_t>(count, 1);
-      if (item < begin + num_pieces * num_kv_heads()) return true;
-      begin += num_pieces * num_kv_heads();
-      before += count;
-    }
-    return false;
-  }
-  int64_t num_kv_heads() const { return decodes->call.layout.num_kv_heads; }
-  int64_t kv_head(int64_t item) const { return (item - begin) % num_kv_heads(); }
-  int64_t partition(int64_t item) const { return decodes->first(seq) + (item - begin) / num_kv_heads(); }
-  Tile tile(int64_t item) const { return decodes->tile(seq, kv_head(item), 0); }
-};
-
 // One partition under one KV head, into its partial result.
 template <class T>
 void attend_part(const Decodes<T>& decodes, int64_t seq, int64_t kv_head, int64_t partition, float* partial,
@@ -440,20 +401,21 @@ void decode(const Task& task, const T* query, const T* key_cache, const T* value
                                table_stride, num_heads, num_kv_heads, head_dim, block_size, window, scale, soft_cap);
   const Decodes<T> decodes{call, context_lens, task.step.num_decodes};
   Scratch<T>& scratch = *static_cast<Scratch<T>*>(task.scratch);
-  DecodePieces<T> now{&decodes, decodes.is_cut(partials_size)};
-  for (int64_t item = task.take(); now.seek(item);) {
-    const int64_t next_item = task.take();
-    DecodePieces<T> next = now;
-    if (next.seek(next_item)) ask_for_keys(call, next.tile(next_item), next.partition(next_item));
-    const int64_t kv_head = now.kv_head(item), partition = now.partition(item);
-    if (now.num_pieces > 1)
-      attend_part(decodes, now.seq, kv_head, partition,
-                  decodes.partial(partials, now.before + partition - decodes.first(now.seq), kv_head), scratch);
-    else
-      for (int64_t row = 0; row < call.group(); row += TILE_ROWS)
-        attend_tile(call, decodes.tile(now.seq, kv_head, row), scratch);
-    now = next;
-    item = next_item;
+  const bool is_cut = decodes.is_cut(partials_size);
+  int64_t item = task.take(), begin = 0, before = 0;
+  for (int64_t seq = 0; seq < decodes.num_seqs; ++seq) {
+    const int64_t count = decodes.count(seq), num_pieces = is_cut ? count : std::min<int64_t>(count, 1);
+    for (; item < begin + num_pieces * num_kv_heads; item = task.take()) {
+      const int64_t piece = (item - begin) / num_kv_heads, kv_head = (item - begin) % num_kv_heads;
+      if (num_pieces > 1)
+        attend_part(decodes, seq, kv_head, decodes.first(seq) + piece, decodes.partial(partials, before + piece, kv_head),
+                    scratch);
+      else
+        for (int64_t row = 0; row < call.group(); row += TILE_ROWS)
+          attend_tile(call, decodes.tile(seq, kv_head, row), scratch);
+    }
+    begin += num_pieces * num_kv_heads;
+    before += count;
   }
 }
 

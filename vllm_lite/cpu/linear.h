@@ -14,7 +14,7 @@ constexpr bool IS_WIDENED = sizeof(Operand<T>) != sizeof(T);
 // relative to the panel. The memory is to work all the time, whether a panel is read once or many times.
 struct Ahead {
   static constexpr int64_t STREAM_BYTES = 2048;
-  static constexpr int64_t PASSES = 4;  // over a panel, during which the next one comes, or during two of fewer
+  static constexpr int64_t PASSES = 4;  // over a panel, during which the next one comes; of fewer, two, or during two of fewer
   int64_t start, rate_shift;
 
   // Each panel is read once: what comes next lies behind.

@@ -1,0 +1,116 @@
+"""Several candidates, beams, details and deltas over HTTP, from a real server process on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.server import REAL, Server, running_server
+
+SAMPLED: dict[str, Any] = {"prompt": "Hé", "n": 3, "best_of": 5, "seed": 1, "max_tokens": 12, "ignore_eos": True}
+BEAMS: dict[str, Any] = {"prompt": "Hé", "n": 2, "best_of": 4, "use_beam_search": True, "temperature": 0.0}
+"""`use_beam_search` and `temperature` as the example client of vLLM 0.2.7 sends them."""
+ONE: dict[str, Any] = {"prompt": "Hé", "temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 2}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ["--model", str(cached_checkpoint()), "--num-kv-blocks", "64", "--dtype", "float32"]
+    with running_server(*flags, module=REAL) as server:
+        yield server
+
+
+def strict(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def answer(server: Server, **fields: Any) -> dict[str, Any]:
+    response = server.post(fields)
+    assert response.status == 200, response.raw
+    parsed: dict[str, Any] = json.loads(response.body, parse_constant=strict)
+    return parsed
+
+
+def stream(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    response = server.post({**fields, "stream": True})
+    assert response.status == 200 and response.is_complete, response.raw
+    return [json.loads(message, parse_constant=strict) for message in response.body.split(b"\0")[:-1]]
+
+
+@pytest.mark.parametrize("fields", [SAMPLED, BEAMS, {**BEAMS, "early_stopping": "never", "length_penalty": 2}])
+def test_a_stream_ends_in_the_answer(server: Server, fields: dict[str, Any]) -> None:
+    whole = answer(server, **fields)
+    assert list(whole) == ["text"] and len(whole["text"]) == fields["n"]
+    assert all(text.startswith("Hé") for text in whole["text"])
+    messages = stream(server, **fields)
+    assert messages[-1] == whole
+    assert all(len(message["text"]) == fields["n"] for message in messages[1:])
+    assert answer(server, **fields) == whole
+
+
+def test_old_beam_client_without_best_of(server: Server) -> None:
+    body = {"prompt": "San Francisco is a", "n": 4, "use_beam_search": True, "temperature": 0.0, "max_tokens": 16}
+    messages = stream(server, **body)
+    assert len(messages[-1]["text"]) == 4
+    ids = answer(server, **body, details=True)["token_ids"]
+    assert len({tuple(beam) for beam in ids}) == 4
+
+
+def test_details(server: Server) -> None:
+    whole = answer(server, **SAMPLED, details=True, logprobs=2, prompt_logprobs=1)
+    assert whole["finish_reason"] == ["length"] * 3 and whole["stop_reason"] == [None] * 3
+    assert [len(ids) for ids in whole["token_ids"]] == [12] * 3
+    assert [len(entries) for entries in whole["logprobs"]] == [12] * 3
+    for ids, entries, total in zip(whole["token_ids"], whole["logprobs"], whole["cumulative_logprob"]):
+        assert sum(entry[str(id_)] for id_, entry in zip(ids, entries)) == pytest.approx(total)
+    assert whole["cumulative_logprob"] == sorted(whole["cumulative_logprob"], reverse=True)
+    assert len(whole["prompt_token_ids"]) == whole["num_prompt_tokens"] == len(whole["prompt_logprobs"])
+    assert whole["prompt_logprobs"][0] is None and len(whole["prompt_logprobs"][1]) in (1, 2)
+    assert whole["num_generated_tokens"] == 36
+    assert stream(server, **SAMPLED, details=True, logprobs=2, prompt_logprobs=1)[-1] == whole
+    assert answer(server, **SAMPLED)["text"] == whole["text"]
+
+
+def test_details_of_beams(server: Server) -> None:
+    whole = answer(server, **BEAMS, details=True, logprobs=0, stop=["e", "a"], max_tokens=30)
+    assert set(whole["finish_reason"]) <= {"stop", "length"}
+    for ids, entries, total in zip(whole["token_ids"], whole["logprobs"], whole["cumulative_logprob"]):
+        assert [len(entry) for entry in entries] == [1] * len(ids)
+        assert sum(entry[str(id_)] for id_, entry in zip(ids, entries)) == pytest.approx(total, abs=1e-4)
+    assert stream(server, **BEAMS, details=True, logprobs=0, stop=["e", "a"], max_tokens=30)[-1] == whole
+
+
+def test_details_where_nothing_else_is_asked_for(server: Server) -> None:
+    whole = answer(server, prompt="a", temperature=0, details=True)
+    assert (whole["logprobs"], whole["cumulative_logprob"], whole["prompt_logprobs"]) == ([None], [None], None)
+
+
+def test_deltas_add_up(server: Server) -> None:
+    whole = answer(server, **ONE, details=True, prompt_logprobs=0)
+    messages = stream(server, **ONE, details=True, prompt_logprobs=0, stream_deltas=True)
+    assert len(messages) == 8
+    assert "Hé" + "".join(message["text"][0] for message in messages) == whole["text"][0]
+    assert [id_ for message in messages for id_ in message["token_ids"][0]] == whole["token_ids"][0]
+    assert [entry for message in messages for entry in message["logprobs"][0]] == whole["logprobs"][0]
+    assert messages[-1]["finish_reason"] == ["length"] and messages[0]["finish_reason"] == [None]
+    assert messages[0]["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert messages[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any(key.startswith("prompt") for message in messages[1:] for key in message)
+
+
+def test_deltas_of_several_candidates_keep_their_places(server: Server) -> None:
+    fields = {**SAMPLED, "best_of": 3}
+    messages = stream(server, **fields, stream_deltas=True)
+    assert list(messages[0]) == ["text"]
+    texts = ["Hé" + "".join(message["text"][index] for message in messages) for index in range(3)]
+    assert sorted(texts) == sorted(answer(server, **fields)["text"])
+
+
+def test_a_long_stream_of_deltas_costs_linear_bytes(server: Server) -> None:
+    fields = {**ONE, "logprobs": None, "max_tokens": 100}
+    deltas = server.post({**fields, "stream": True, "stream_deltas": True})
+    assert len(deltas.body) < 100 * 40 < len(server.post({**fields, "stream": True}).body)
