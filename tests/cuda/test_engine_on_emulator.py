@@ -20,6 +20,8 @@ from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.ops.cuda_kernels import kernels_for
+from vllm_lite.outputs import OutputAccumulator
+from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.worker.hf_config import read_model_config
 from vllm_lite.worker.model_runner import ModelRunner
 
@@ -135,6 +137,34 @@ def test_chunks_preemption_and_prefix_hits_change_no_token(
     ids, expected = (engine.run(steps_between) for engine in engines)
     assert ids == expected
     assert things_that_happened(engines[0]) >= happens
+
+
+def test_beams_candidates_and_logprobs_are_those_of_the_cpu() -> None:
+    """Blocks are copied before they are written, and prompts are scored in pieces."""
+    folder = cached_checkpoint("llama")
+    results = []
+    for flag in (True, False):
+        engine = Engine(runner_of(folder, torch.float32, on_emulator=flag, max_num_seqs=8))
+        kinds = [
+            SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=9),
+            SamplingParams(n=3, seed=1, max_tokens=9, ignore_eos=True, prompt_logprobs=0),
+        ]
+        outputs = [OutputAccumulator(str(index), None, PROMPTS[4], 3) for index in range(len(kinds))]
+        for output, params in zip(outputs, kinds):
+            engine.engine.add_request(output.request_id, None, PROMPTS[4], params)
+        while engine.engine.has_unfinished:
+            for delta in engine.engine.step(engine):
+                outputs[int(delta.request_id)].add(delta)
+        assert any(len(step.copy_sources) for step in engine.steps)
+        results.append([output.output() for output in outputs])
+    for mine, expected in zip(*results):
+        assert [o.token_ids for o in mine.outputs] == [o.token_ids for o in expected.outputs]
+        np.testing.assert_allclose(
+            [o.cumulative_logprob for o in mine.outputs], [o.cumulative_logprob for o in expected.outputs], rtol=1e-4
+        )
+    scored = [[list(entry.values()) for entry in result[1].prompt_logprobs or () if entry] for result in results]
+    assert len(scored[0]) == len(PROMPTS[4]) - 1
+    np.testing.assert_allclose(scored[0], scored[1], atol=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 64)])

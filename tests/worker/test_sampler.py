@@ -359,3 +359,52 @@ def test_a_gpu_is_waited_for_once_unless_candidates_are_sorted(monkeypatch: pyte
     with torch.inference_mode(), ReadsNothingBack():  # type: ignore[no-untyped-call]
         ids = sample(logits.clone(), sampling_input(rows))
     assert ids.tolist() == expected.tolist()
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = const_logits(ABCD, num_rows=4)
+    rows = [
+        Row(seed=1, num_logprobs=2),
+        Row(temperature=0.0),
+        Row(seed=1, banned=[D], bias={A: 50.0}, temperature=3.0, top_k=1, num_logprobs=0),
+        Row(temperature=0.0, num_logprobs=3),
+    ]
+    output = sample_all(logits.clone(), sampling_input(rows))
+    expected = logits[0].log_softmax(dim=0)
+    picked = output.token_ids[[0, 2, 3]].tolist()
+    assert picked[1:] == [A, D]
+    np.testing.assert_allclose(output.logprobs.of_tokens, expected[picked].numpy(), atol=1e-6)
+    assert output.logprobs.top_ids.tolist() == [[D, C, B]] * 3
+    np.testing.assert_allclose(output.logprobs.top_logprobs, [expected[[D, C, B]].tolist()] * 3, atol=1e-6)
+
+
+def test_continuations_are_what_may_be_picked_over_the_models_total() -> None:
+    logits = const_logits(ABCD, num_rows=2)
+    rows = [
+        Row(temperature=0.0, num_continuations=3),
+        Row(temperature=0.0, num_continuations=5, allowed=[A, C], bias={A: 0.5}),
+    ]
+    output = sample_all(logits.clone(), sampling_input(rows))
+    table = logits[0].log_softmax(dim=0)
+    ids, logprobs = output.continuations.token_ids, output.continuations.logprobs
+    assert ids[0, :3].tolist() == [D, C, B] and ids[1, :2].tolist() == [C, A]
+    np.testing.assert_allclose(logprobs[0, :3], table[[D, C, B]].numpy(), atol=1e-6)
+    np.testing.assert_allclose(logprobs[1, :2], [table[C], table[A] + 0.5], atol=1e-6)
+    assert np.isneginf(logprobs[1, 2:]).all()
+
+
+def test_logprobs_of_rows_without_a_token_harm_no_other() -> None:
+    logits = const_logits(ABCD, num_rows=3)
+    logits[1, 5] = torch.nan
+    rows = [Row(temperature=0.0, num_logprobs=1), Row(num_logprobs=2, num_continuations=4), Row(temperature=0.0)]
+    output = sample_all(logits.clone(), sampling_input(rows))
+    assert output.token_ids.tolist() == [D, NO_TOKEN, D]
+    assert output.logprobs.of_tokens[0] == pytest.approx(float(logits[0].log_softmax(dim=0)[D]))
+
+
+def test_impossible_tokens_have_a_finite_logprob() -> None:
+    logits = const_logits(ABCD)
+    logits[0, A] = -torch.inf
+    output = sample_all(logits, sampling_input([Row(temperature=0.0, allowed=[D], num_logprobs=VOCAB + 5)]))
+    assert np.isfinite(output.logprobs.top_logprobs).all() and output.logprobs.top_ids.shape == (1, VOCAB)
+    assert output.logprobs.top_ids[0, -1] == A
