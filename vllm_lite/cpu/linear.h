@@ -46,7 +46,8 @@ struct PackedPanels {
     const T* step = panels[panel] + k * COLUMNS;
     if (IS_STREAM && v == 0) {
       const int64_t bytes = k * COLUMNS * static_cast<int64_t>(sizeof(T));
-      __builtin_prefetch(reinterpret_cast<const char*>(panels[panel]) + ahead.start + (bytes >> ahead.rate_shift));
+      const char* wanted = reinterpret_cast<const char*>(panels[panel]) + ahead.start + (bytes >> ahead.rate_shift);
+      __builtin_prefetch(wanted, 0, 0);  // to be read once a step: whatever else lies in the larger caches may stay there
     }
     return load_words(step + v * LANES * STEP<T>);
   }
