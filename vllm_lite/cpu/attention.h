@@ -33,6 +33,7 @@ constexpr int64_t TILE_ROWS = 48;
 // From one row's scores to the next one's: rows a power of 2 apart would fall on the same few lines of the first-level cache.
 constexpr int64_t ROW_STRIDE = PARTITION + 32;
 constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t NEAREST_CACHE_BYTES = 32 * 1024;
 constexpr int64_t MAX_BLOCK_SIZE = 32;
 // With so many rows it pays to bring a partition's keys and values together first.
 constexpr int64_t ROWS_WORTH_GATHERING = 3 * MAX_ROWS;
@@ -93,10 +94,11 @@ struct KeyGroups {
   const T* values[GROUPS];  // as many elements as the keys of a group
   int64_t row_size, head_dim;
   bool is_split;
+  bool fits;  // a partition's values into the nearest cache, until they are needed
 
   template <int N>
   KeyGroups<T, N> take(int first) const {
-    KeyGroups<T, N> result{{}, {}, row_size, head_dim, is_split};
+    KeyGroups<T, N> result{{}, {}, row_size, head_dim, is_split, fits};
     memcpy(result.halves, halves + first, sizeof result.halves);
     memcpy(result.values, values + first, sizeof result.values);
     return result;
@@ -108,8 +110,12 @@ struct KeyGroups {
     const int64_t at = k / STEP<T> * row_size;
     const T* const* half = halves[group];
     if (v == 0) {
-      __builtin_prefetch(halves[group + GROUPS_AHEAD][0] + at);
-      __builtin_prefetch(values[group] + k * COLUMNS);
+      // Read once a step: what lies in the larger caches may stay there.
+      __builtin_prefetch(halves[group + GROUPS_AHEAD][0] + at, 0, 0);
+      if (fits)
+        __builtin_prefetch(values[group] + k * COLUMNS, 0, 0);
+      else
+        __builtin_prefetch(values[group] + k * COLUMNS);
     }
     if constexpr (LANES == 8) return load_words(half[v] + at);
     return is_split ? join_words(half[0] + at, half[1] + at) : load_words(half[0] + at);
@@ -167,7 +173,9 @@ void score_keys(const Call<T>& call, const Tile& tile, const Operand<T>* queries
                 int64_t end, Scratch<T>& scratch) {
   const CacheLayout& layout = call.layout;
   const int num_groups = static_cast<int>((end - begin + COLUMNS - 1) / COLUMNS);
-  KeyGroups<T, PARTITION / COLUMNS> source{{}, {}, layout.block_size * STEP<T>, layout.head_dim, layout.block_size < COLUMNS};
+  KeyGroups<T, PARTITION / COLUMNS> source{{}, {}, layout.block_size * STEP<T>, layout.head_dim};
+  source.is_split = layout.block_size < COLUMNS;
+  source.fits = PARTITION * layout.head_dim * static_cast<int64_t>(sizeof(T)) <= NEAREST_CACHE_BYTES;
   for (int g = 0; g < num_groups; ++g)
     for (int half = 0; half < 2; ++half) {
       // A half beyond the context stands for keys that are masked: any valid address will do.
