@@ -14,6 +14,7 @@ from tests.helpers.cpu_kernels import PATHS, cpu_kernels, cpu_space, in_cache_or
 from tests.ops.tensors import random, tokens_shape
 from tests.ops.test_attention import Batch, make_batch
 from vllm_lite.engine.step import NO_TOKEN
+from vllm_lite.kernels.cpu import MAX_INNER_SIZE
 from vllm_lite.ops.activation import Activation, activate, gate_up_silu
 from vllm_lite.ops.attention import attend
 from vllm_lite.ops.embedding import embedding
@@ -111,6 +112,17 @@ def test_extreme_gates(space: Workspace) -> None:
     gate_up_silu(space, tokens_shape(5), x, weight, None, out)
     assert torch.equal(out[:4, 0], torch.tensor([0.0, 0.0, 600.0, 0.0]))
     assert out[4].isnan().all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 6, 40])
+def test_the_largest_layers_fit_the_scratch_memory(space: Workspace, num_tokens: int) -> None:
+    """Where they did not, the process would end."""
+    x, weight = random(num_tokens, MAX_INNER_SIZE, dtype=BF16), unit(20, MAX_INNER_SIZE, BF16)
+    out, gated = torch.empty(num_tokens, 20, dtype=BF16), torch.empty(num_tokens, 16, dtype=BF16)
+    linear(space, tokens_shape(num_tokens), x, packed(weight), None, out)
+    assert_near(out, x.double() @ weight.double().T)
+    gate_up_silu(space, tokens_shape(num_tokens), x, packed_pair(weight[:16], weight[4:]), None, gated)
+    assert gated.isfinite().all()
 
 
 ROWS = torch.tensor([7, 2, 19, 0, 19, 3, 4, 5, 6, 8, 1, 11, 9, 10], dtype=torch.int32)

@@ -17,7 +17,7 @@ from vllm_lite.kernels.cpu_library import find_compiler
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/ops/test_cpu_kernels.py", "tests/ops/test_sample.py")
-SELECTION = "(native or (avx512_bf16 and not dtype0)) and not bits"
+SELECTION = "(native or (avx512_bf16 and not dtype0)) and not bits and not largest"
 """Both lengths of vectors, both kinds of products. What compares bits only repeats what the others execute."""
 
 

@@ -33,8 +33,13 @@ void multiply(const Task& task, const T* x, int64_t x_stride, int64_t num_rows, 
   const int64_t stream_size = (end - begin + num_streams - 1) / num_streams;
   constexpr int TILE_STRIDE = MAX_PANELS * COLUMNS;
   alignas(64) float tile[MAX_ROWS * TILE_STRIDE];
-  Operand<T>* gathered_panels = static_cast<Operand<T>*>(task.scratch);
-  float* wide_rows = static_cast<float*>(task.scratch) + num_streams * PARTS * COLUMNS * size;
+  // Rows as floats, a slab of them, and behind them panels as floats, which are as few as many rows leave registers for.
+  float* wide_rows = static_cast<float*>(task.scratch);
+  Operand<T>* gathered_panels = static_cast<Operand<T>*>(task.scratch) + std::min(most, num_rows) * size;
+  if (IS_WIDENED<T>) {
+    const int64_t num_panels = num_rows > MAX_ROWS ? num_streams * PARTS : 0;
+    task.require_scratch((std::min(most, num_rows) + num_panels * COLUMNS) * size * static_cast<int64_t>(sizeof(float)));
+  }
   for (int64_t first = 0; first < num_rows; first += most) {
     const int64_t rows_of_slab = std::min(most, num_rows - first);
     int64_t stride = x_stride;
@@ -53,7 +58,7 @@ void multiply(const Task& task, const T* x, int64_t x_stride, int64_t num_rows, 
         for (int64_t t = 0; t < num_tiles; ++t) {
           const int64_t row = rows_of_slab * t / num_tiles, next = rows_of_slab * (t + 1) / num_tiles;
           const int rows = static_cast<int>(next - row);
-          if (num_tiles > 1) source.ahead = Ahead::of_pass(t, num_tiles, COLUMNS * size * sizeof(T));
+          if (num_tiles > 1) source.ahead = Ahead::of_pass(t, COLUMNS * size * static_cast<int64_t>(sizeof(T)));
           multiply_tile(rows, slab + row * stride);
           for (int u = 0; u < num_units_now; ++u)
             finish(first + row, rows, units[u], tile + u * PARTS * COLUMNS, TILE_STRIDE);

@@ -4,25 +4,25 @@
 // 16p + 15 is [K][16] floats, or [K / 2][16][2] bf16: 64 bytes for each step along K. The last panel is filled up.
 #pragma once
 
+#include <algorithm>
+
 #include "product.h"
 
 // Whether products with many rows take T's panels as floats.
 template <class T>
 constexpr bool IS_WIDENED = sizeof(Operand<T>) != sizeof(T);
 
-// What is asked for ahead of its use while a panel is read: for each byte of it, `rate` bytes from `start` on, which is
-// relative to the panel. The memory is to work all the time, whether a panel is read once or many times.
+// What is asked for ahead of its use while a panel is read: for each byte of it one, or a half, from `start` on, which is
+// relative to the panel. So the memory always has something to do.
 struct Ahead {
   static constexpr int64_t STREAM_BYTES = 2048;
-  static constexpr int64_t PASSES = 4;  // over a panel, during which the next one comes; of fewer, two, or during two of fewer
-  int64_t start, rate_shift;
+  int64_t start, shift;  // the bytes of the panel >> shift
 
   // Each panel is read once: what comes next lies behind.
   static Ahead of_stream() { return {STREAM_BYTES, 0}; }
-  // The panel of `panel_bytes` is read for the `pass`-th time; the next panel lies behind it.
-  static Ahead of_pass(int64_t pass, int64_t num_passes, int64_t panel_bytes) {
-    const int64_t shift = num_passes >= PASSES ? 2 : 1;
-    return {panel_bytes + pass * (panel_bytes >> shift), shift};
+  // The panel is read again and again. During the first two times the next one comes, which lies behind it.
+  static Ahead of_pass(int64_t pass, int64_t panel_bytes) {
+    return {panel_bytes + std::min<int64_t>(pass, 1) * (panel_bytes / 2), 1};
   }
 };
 
@@ -46,7 +46,7 @@ struct PackedPanels {
     const T* step = panels[panel] + k * COLUMNS;
     if (IS_STREAM && v == 0) {
       const int64_t bytes = k * COLUMNS * static_cast<int64_t>(sizeof(T));
-      const char* wanted = reinterpret_cast<const char*>(panels[panel]) + ahead.start + (bytes >> ahead.rate_shift);
+      const char* wanted = reinterpret_cast<const char*>(panels[panel]) + ahead.start + (bytes >> ahead.shift);
       __builtin_prefetch(wanted, 0, 0);  // to be read once a step: whatever else lies in the larger caches may stay there
     }
     return load_words(step + v * LANES * STEP<T>);

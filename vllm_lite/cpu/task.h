@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -27,6 +28,12 @@ struct Task {
   std::atomic<int64_t>& next;  // 0 when a command begins
   // Of this thread alone, MIN_SCRATCH_BYTES at least; holds nothing from one command to the next.
   void* scratch;
+  int64_t scratch_bytes;
+
+  // Whoever captures a call sees to it that it needs no more; to write beyond it would be worse than to end.
+  void require_scratch(int64_t bytes) const {
+    if (bytes > scratch_bytes) std::abort();
+  }
 
   // The next piece of work that no thread has taken yet.
   int64_t take() const { return next.fetch_add(1, std::memory_order_relaxed); }

@@ -38,7 +38,7 @@ int64_t now_ns() {
 
 class Team {
  public:
-  Team(int num_threads, int64_t scratch_bytes, const int32_t* cpus) : num_threads_(num_threads) {
+  Team(int num_threads, int64_t scratch_bytes, const int32_t* cpus) : num_threads_(num_threads), scratch_bytes_(scratch_bytes) {
     workers_.reserve(num_threads);
     for (int thread = 0; thread < num_threads; ++thread) {
       void* scratch = nullptr;
@@ -114,7 +114,7 @@ class Team {
   }
 
   void run_commands(int thread) {
-    const Task task{*step_, thread, num_threads_, next_, scratch_[thread].get()};
+    const Task task{*step_, thread, num_threads_, next_, scratch_[thread].get(), scratch_bytes_};
     const Command* commands = commands_;
     const int64_t num_commands = num_commands_;
     for (int64_t i = 0; i < num_commands; ++i) {
@@ -160,6 +160,7 @@ class Team {
 
   const int num_threads_;
   std::vector<pthread_t> workers_;
+  int64_t scratch_bytes_;
   std::vector<std::unique_ptr<void, decltype(&free)>> scratch_;
   const Command* commands_ = nullptr;
   int64_t num_commands_ = 0;

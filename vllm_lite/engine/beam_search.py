@@ -68,7 +68,7 @@ def num_continuations(width: int, num_end_ids: int) -> int:
 def penalised(cumulative_logprob: float, output_len: int, length_penalty: float) -> float:
     """cumulative_logprob / output_len ** length_penalty, finite for every penalty and length."""
     try:
-        divisor = float(output_len) ** length_penalty
+        divisor = float(max(output_len, 1)) ** length_penalty
     except OverflowError:
         divisor = MOST_EXTREME
     return cumulative_logprob / float(min(max(divisor, 1 / MOST_EXTREME), MOST_EXTREME))

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SCRATCH_BYTES = 8 * 2**20
 """Of each thread; what is not used is no memory."""
 MAX_INNER_SIZE = 40_000
-"""Of a product: two panels of 16 columns as floats and 12 rows of floats must fit the scratch memory."""
+"""Of a product: 12 rows and two panels of 16 columns, all as floats, must fit the scratch memory."""
 MAX_HEAD_DIM = 256
 """As in attention.h."""
 PANEL_ROWS = 16
