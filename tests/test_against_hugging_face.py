@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,7 +14,6 @@ from scripts.hugging_face import load_reference
 from tests.helpers.checkpoints import cached_checkpoint
 from vllm_lite import SamplingParams, build
 from vllm_lite.config import EngineConfig
-from vllm_lite.entrypoints.details import all_details
 from vllm_lite.outputs import CompletionOutput, OutputAccumulator, RequestOutput
 from vllm_lite.worker.hub import default_model_path
 
@@ -154,15 +151,6 @@ def test_logprobs_equal(fields: dict[str, Any]) -> None:
             assert_entry(entry, tables[position - 1], prompt[position], 2)
         for index, (token_id, entry) in enumerate(zip(candidate.token_ids, candidate.logprobs)):
             assert_entry(entry, tables[len(prompt) - 1 + index], token_id, 3)
-
-
-def test_details_are_strict_json() -> None:
-    params = SamplingParams(n=3, seed=1, max_tokens=6, logprobs=4, prompt_logprobs=0, logit_bias={7: -100.0})
-    (output,) = run(parts(), (PROMPTS[0], params))
-    parsed = json.loads(json.dumps(all_details(output), allow_nan=False))
-    assert [len(ids) for ids in parsed["token_ids"]] == [len(entries) for entries in parsed["logprobs"]]
-    assert parsed["prompt_logprobs"][0] is None and parsed["num_prompt_tokens"] == len(PROMPTS[0])
-    assert all(math.isfinite(value) for value in parsed["cumulative_logprob"])
 
 
 @pytest.mark.skipif(default_model_path() is None, reason="the default model's wheel is not installed")

@@ -6,9 +6,9 @@ up in an `OutputAccumulator`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -77,21 +77,35 @@ class RequestDelta:
 State = TypeVar("State")
 
 
-def continued(
-    states: dict[int, State], delta: RequestDelta, new: Callable[[], State], copy: Callable[[State], State]
-) -> dict[int, State]:
-    """What is known of each candidate before a delta is added, by the index that it has afterwards."""
-    if all(output.parent is None for output in delta.outputs):
-        return states | {output.index: new() for output in delta.outputs if output.index not in states}
-    return {
-        output.index: new() if output.parent is None or output.parent not in states else copy(states[output.parent])
-        for output in delta.outputs
-    }
+class CandidateTable(Generic[State]):
+    """What is known of each candidate of a request, and their order."""
 
+    def __init__(self, new: Callable[[], State], copy: Callable[[State], State]) -> None:
+        """`new` makes what is known of one that begins, `copy` that of one that continues another."""
+        self._new = new
+        self._copy = copy
+        self._states: dict[int, State] = {}
+        self._scores: dict[int, float] = {}
 
-def best_first(scores: Mapping[int, float], num_outputs: int) -> list[int]:
-    """The indices of the best candidates; of equal ones, the lower index first."""
-    return sorted(scores, key=lambda index: (-scores[index], index))[:num_outputs]
+    def advance(self, delta: RequestDelta) -> Iterator[tuple[State, CompletionDelta]]:
+        """What is known of each candidate that the delta has something for, to be changed accordingly."""
+        states = self._states
+        if any(output.parent is not None for output in delta.outputs):  # it has all there are
+            self._states = {
+                output.index: self._copy(states[output.parent]) if output.parent in states else self._new()
+                for output in delta.outputs
+            }
+            self._scores = {}
+        for output in delta.outputs:
+            if output.index not in self._states:
+                self._states[output.index] = self._new()
+            self._scores[output.index] = output.score
+            yield self._states[output.index], output
+
+    def best(self, count: int) -> list[State]:
+        """Of the best candidates, the best first; of equal ones, that with the lower index."""
+        order = sorted(self._states, key=lambda index: (-self._scores[index], index))
+        return [self._states[index] for index in order[:count]]
 
 
 @dataclass
@@ -134,30 +148,24 @@ class OutputAccumulator:
     num_outputs: int = 1
     finished: bool = False
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    _candidates: dict[int, _Candidate] = field(default_factory=dict)
-    _scores: dict[int, float] = field(default_factory=dict)
+    _candidates: CandidateTable[_Candidate] = field(default_factory=lambda: CandidateTable(_Candidate, _Candidate.copy))
 
     def add(self, delta: RequestDelta) -> None:
         """Takes the next delta of the request."""
-        self._candidates = continued(self._candidates, delta, _Candidate, _Candidate.copy)
-        for output in delta.outputs:
-            self._candidates[output.index].add(output)
-            self._scores[output.index] = output.score
-        self._scores = {index: self._scores[index] for index in self._candidates}
+        for candidate, output in self._candidates.advance(delta):
+            candidate.add(output)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.finished = delta.finished
 
     def texts(self) -> list[str]:
         """The text of each candidate so far, without the prompt."""
-        return [self._candidates[index].text for index in best_first(self._scores, self.num_outputs)]
+        return [candidate.text for candidate in self._candidates.best(self.num_outputs)]
 
     def output(self) -> RequestOutput:
         """Everything so far, as a value of its own."""
-        outputs = [
-            self._candidates[index].output(rank)
-            for rank, index in enumerate(best_first(self._scores, self.num_outputs))
-        ]
+        best = self._candidates.best(self.num_outputs)
+        outputs = [candidate.output(rank) for rank, candidate in enumerate(best)]
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, self.prompt_logprobs, outputs, self.finished
         )

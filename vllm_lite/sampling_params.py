@@ -24,6 +24,8 @@ MAX_LIST_ENTRIES = 1024
 """Most stop ids, bad words and biases of a request."""
 MAX_BIAS = 100.0
 INT32_MAX = 2**31 - 1
+FIELDS_OF_REQUESTS = ("prompt", "stream", "details", "stream_deltas")
+"""What a request may have beside these parameters."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,8 @@ def _bias_with_integer_keys(bias: object) -> object:
 
 
 def _unknown_field(name: str, known: set[str]) -> str:
-    nearest = difflib.get_close_matches(name[:100], sorted(known), n=1)
+    names = [*FIELDS_OF_REQUESTS, *sorted(known)]
+    nearest = difflib.get_close_matches(name[:100], names, n=1)
     hint = f"; did you mean {nearest[0]}?" if nearest else "."
-    allowed = ", ".join(["prompt", "stream", *sorted(known)])
+    allowed = ", ".join(names)
     return f"{_show(name)} is not a known field{hint} Allowed are: {allowed}."

@@ -64,7 +64,7 @@ def test_every_message_shows_the_best_so_far() -> None:
     while run.engine.has_unfinished:
         run.step()
         outputs = run.outputs["r"].output().outputs
-        sums = {index: run.outputs["r"]._scores[index] for index in range(5)}
+        sums = {index: run.outputs["r"]._candidates._scores[index] for index in range(5)}
         assert [output.cumulative_logprob for output in outputs] == sorted(sums.values(), reverse=True)[:2]
         orders.add(tuple(sorted(sums, key=lambda index: -sums[index])[:2]))
     assert len(orders) > 1, "the order has changed on the way"

@@ -41,6 +41,11 @@ def stream(server: Server, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(message, parse_constant=strict) for message in response.body.split(b"\0")[:-1]]
 
 
+def without_prompt(whole: dict[str, Any]) -> dict[str, Any]:
+    keys = ("prompt_token_ids", "prompt_logprobs", "num_prompt_tokens")
+    return {key: value for key, value in whole.items() if key not in keys}
+
+
 @pytest.mark.parametrize("fields", [SAMPLED, BEAMS, {**BEAMS, "early_stopping": "never", "length_penalty": 2}])
 def test_a_stream_ends_in_the_answer(server: Server, fields: dict[str, Any]) -> None:
     whole = answer(server, **fields)
@@ -71,7 +76,10 @@ def test_details(server: Server) -> None:
     assert len(whole["prompt_token_ids"]) == whole["num_prompt_tokens"] == len(whole["prompt_logprobs"])
     assert whole["prompt_logprobs"][0] is None and len(whole["prompt_logprobs"][1]) in (1, 2)
     assert whole["num_generated_tokens"] == 36
-    assert stream(server, **SAMPLED, details=True, logprobs=2, prompt_logprobs=1)[-1] == whole
+    messages = stream(server, **SAMPLED, details=True, logprobs=2, prompt_logprobs=1)
+    assert messages[-1] == without_prompt(whole)
+    assert messages[0]["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert messages[1] == without_prompt(messages[1])
     assert answer(server, **SAMPLED)["text"] == whole["text"]
 
 
@@ -81,7 +89,8 @@ def test_details_of_beams(server: Server) -> None:
     for ids, entries, total in zip(whole["token_ids"], whole["logprobs"], whole["cumulative_logprob"]):
         assert [len(entry) for entry in entries] == [1] * len(ids)
         assert sum(entry[str(id_)] for id_, entry in zip(ids, entries)) == pytest.approx(total, abs=1e-4)
-    assert stream(server, **BEAMS, details=True, logprobs=0, stop=["e", "a"], max_tokens=30)[-1] == whole
+    messages = stream(server, **BEAMS, details=True, logprobs=0, stop=["e", "a"], max_tokens=30)
+    assert messages[-1] == without_prompt(whole)
 
 
 def test_details_where_nothing_else_is_asked_for(server: Server) -> None:
@@ -114,3 +123,15 @@ def test_a_long_stream_of_deltas_costs_linear_bytes(server: Server) -> None:
     fields = {**ONE, "logprobs": None, "max_tokens": 100}
     deltas = server.post({**fields, "stream": True, "stream_deltas": True})
     assert len(deltas.body) < 100 * 40 < len(server.post({**fields, "stream": True}).body)
+
+
+def test_prompts_that_would_be_repeated_too_often_are_refused(server: Server) -> None:
+    response = server.post({"prompt": "x" * 600_000, "n": 2, "truncate_prompt_tokens": 1})
+    assert response.status == 400
+    assert "n must be at most 1 for a prompt of 600000 characters, got 2" in response.json()["detail"]
+
+
+@pytest.mark.parametrize("field", ["detail", "stream_delta"])
+def test_misspelt_fields_of_the_request_are_guessed(server: Server, field: str) -> None:
+    detail = server.post({"prompt": "a", field: True}).json()["detail"]
+    assert f"did you mean {field}s?" in detail

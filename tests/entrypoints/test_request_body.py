@@ -49,7 +49,7 @@ def test_other_threads_run_while_a_body_of_many_values_is_parsed(item: bytes) ->
         thread.join(0.001)
         num_turns += 1
     assert "lists of prompts" in str(failures[0])
-    assert num_turns > 10
+    assert num_turns > 5
 
 
 @pytest.mark.parametrize("item", [b"1", b"null", b"[]", b"[[1]]", b'{"a":1}', b'"a"', b"1.5"])

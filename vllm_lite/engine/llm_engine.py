@@ -114,6 +114,8 @@ class LLMEngine:
         rules = make_rules(params, len(prompt_token_ids), settings, self._tokenizer)
         first = GeneratedSequence(0, prompt_token_ids, rules, Detokenizer(self._tokenizer, params, prompt_token_ids))
         others = [] if params.use_beam_search else [first.fork(index) for index in range(1, params.num_candidates)]
+        for other in others:  # until it starts: a queue may be long
+            other.token_ids = first.token_ids
         return Request(request_id, prompt, prompt_token_ids, params, [first, *others])
 
     def enqueue(self, request: Request) -> None:
@@ -231,9 +233,10 @@ class LLMEngine:
         if num_prompt_tokens < limit:
             return
         name = "context" if limit == self._settings.max_model_len else "KV cache"
+        share = f" for each of {params.num_candidates} candidates" if params.num_candidates > 1 else ""
         raise RequestError(
             f"prompt must leave room for at least one token: it has {qualifier}{num_prompt_tokens} tokens and the "
-            f"{name} holds {limit}."
+            f"{name} holds {limit}{share}."
         )
 
     def _note_prompt_logprobs(self, scored: Sequence[ScoredToken]) -> None:
@@ -268,6 +271,7 @@ class LLMEngine:
     def _append(self, request: Request, rows: list[RowResult]) -> tuple[CompletionDelta, ...]:
         """The next token of each candidate; the first ones start the candidates."""
         for candidate in request.unstarted:
+            candidate.token_ids = candidate.token_ids[:]
             candidate.blocks = self._block_manager.fork(request.sequences[0].blocks)
             candidate.num_computed_tokens = request.sequences[0].num_computed_tokens
         request.sequences += request.unstarted

@@ -17,6 +17,8 @@ MAX_INT_DIGITS = 100
 """Longer integers are no valid value of any field, and converting them costs the square of their length."""
 MAX_COMMAS_FOR_C = 100_000
 """JSON with more values than this is parsed by Python's own scanner: the one in C lets no other thread run."""
+MAX_ECHOED_CHARS = 2**20
+"""Of prompts in an answer. Each may take six bytes, in every message again."""
 MAX_VALUES = 500_000
 """More than a vocabulary has tokens. Millions would take a minute and a gigabyte, and hold up every other body."""
 
@@ -44,6 +46,11 @@ def parse_generate_request(body: bytes) -> GenerateRequest:
     fields.pop("prefix_pos", None)  # clients of vLLM 0.3.0 to 0.3.3 send it
     has_details, is_deltas = _take_flag(fields, "details"), _take_flag(fields, "stream_deltas")
     params = SamplingParams.from_request(fields)
+    if params.n * len(prompt) > MAX_ECHOED_CHARS and params.n > 1:
+        raise RequestError(
+            f"n must be at most {max(1, MAX_ECHOED_CHARS // len(prompt))} for a prompt of {len(prompt)} characters, "
+            f"got {params.n}: every answer and message repeats the prompt n times."
+        )
     if is_deltas:
         _check_deltas(is_stream, params)
     return GenerateRequest(prompt, is_stream, has_details, is_deltas, params)

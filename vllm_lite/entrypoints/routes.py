@@ -15,14 +15,14 @@ from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.config import EngineConfig, ServerConfig
-from vllm_lite.entrypoints.details import all_details
+from vllm_lite.entrypoints.answer import COMPACT, Answer
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.served_engine import ServedEngine
 from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message, stream_messages
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
-from vllm_lite.outputs import OutputAccumulator, RequestDelta
+from vllm_lite.outputs import RequestDelta
 
 Deltas = AsyncIterator[RequestDelta]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -30,6 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MIB = 2**20
 MAX_INLINE_BODY = 64 * 1024
 """Bytes of a body that the event loop parses itself: a few milliseconds at most."""
+JSON_HEADERS = {"Content-Type": "application/json"}
 STREAM_HEADERS = {
     "Content-Type": "application/octet-stream",
     "Cache-Control": "no-cache",
@@ -120,17 +121,16 @@ class Api:
     async def _answer(
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
     ) -> web.StreamResponse:
-        outputs: OutputAccumulator | None = None
+        answer: Answer | None = None
         async for delta in deltas:
             self._record(delta, record)
-            if outputs is None:  # not before the engine has accepted n, which may be any number
-                prompt_token_ids = self._engine.prompt_token_ids(record.request_id)
-                outputs = OutputAccumulator(record.request_id, asked.prompt, prompt_token_ids, asked.params.n)
-            outputs.add(delta)
-        if outputs is None or record.is_aborted:
+            if answer is None:  # not before the engine has accepted n, which may be any number
+                ids = self._engine.prompt_token_ids(record.request_id)
+                answer = Answer(asked.prompt, ids, asked.params.n, COMPACT, has_details=asked.has_details)
+            answer.add(delta)
+        if answer is None or record.is_aborted:
             return error_response(503, STOPPING)
-        details = all_details(outputs.output()) if asked.has_details else {}
-        return json_response(200, {"text": [asked.prompt + text for text in outputs.texts()], **details})
+        return web.Response(body=answer.json(has_prompt_details=True), headers=JSON_HEADERS)
 
     async def _stream(
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
@@ -148,13 +148,12 @@ class Api:
                         asked.prompt,
                         self._engine.prompt_token_ids(record.request_id),
                         asked.params,
-                        self._delimiter,
                         has_details=asked.has_details,
                         is_deltas=asked.is_deltas,
                     )
-                if is_message(delta):
+                if is_message(delta, has_details=asked.has_details):
                     await response.prepare(request)
-                    await response.write(messages.add(delta))
+                    await response.write(messages.add(delta) + self._delimiter)
         except ConnectionResetError as error:  # nobody is left to read
             record.error = error
             return response
@@ -210,7 +209,7 @@ class Api:
 def json_response(status: int, value: dict[str, Any], **headers: str) -> web.Response:
     """Compact JSON in raw UTF-8, as vLLM 0.2.7 wrote it. Only an echo of a broken path or header has to be mended."""
     body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-    return web.Response(status=status, body=body, headers={"Content-Type": "application/json", **headers})
+    return web.Response(status=status, body=body, headers={**JSON_HEADERS, **headers})
 
 
 def error_response(status: int, detail: str, **headers: str) -> web.Response:
