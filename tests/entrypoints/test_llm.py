@@ -21,7 +21,9 @@ import pytest
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.checkpoints import byte_tokenizer, cached_checkpoint, reference_greedy
 from tests.helpers.engine_fakes import FailingExecutor, FakeExecutor, greedy, make_engine
+from tests.helpers.scripted_models import const_model, save_scripted
 from tests.helpers.server import REAL, running_server
+from tests.helpers.tokenizers import make_tokenizer
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.entrypoints import llm as llm_module
@@ -91,6 +93,66 @@ def test_greedy_equals_hugging_face_and_the_server(llm: LLM) -> None:
     with running_server(*flags, module=REAL) as server:
         served = [server.text(prompt=prompt, max_tokens=16, temperature=0, ignore_eos=True) for prompt in prompts]
     assert [output.prompt + text for output, text in zip(outputs, texts(outputs)) if output.prompt] == served
+
+
+FLAT = range(34, 134)
+"""The ids that the model of `flat_llm` takes alike, whatever went before; all others are as good as impossible."""
+
+
+@pytest.fixture(scope="module")
+def flat_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    tokenizer = make_tokenizer()
+    model = const_model(dict.fromkeys(FLAT, 0.0), len(tokenizer), other=-3e38)
+    folder = save_scripted(tmp_path_factory.mktemp("flat"), model, tokenizer)
+    with LLM(str(folder), **OPTIONS) as llm:
+        yield llm
+
+
+def test_case_p5_candidates_differ_and_come_again_with_their_seed(flat_llm: LLM) -> None:
+    def ids(params: SamplingParams) -> list[list[tuple[int, ...]]]:
+        outputs = flat_llm.generate(["abc"] * 4, params)
+        return [[tuple(candidate.token_ids) for candidate in output.outputs] for output in outputs]
+
+    seeded = SamplingParams(n=4, seed=7, max_tokens=20)
+    first = ids(seeded)
+    assert len(set(first[0])) == 4
+    assert first == [first[0]] * 4 == ids(seeded), "the same seed, the same tokens"
+    assert ids(SamplingParams(seed=7, max_tokens=20))[0] == first[0][:1], "equally good ones keep their places"
+    unseeded = [*ids(SamplingParams(n=4, max_tokens=20)), *ids(SamplingParams(n=4, max_tokens=20))]
+    assert len({candidate for output in unseeded for candidate in output}) == 32
+    with pytest.raises(ValueError, match="best_of must be 1 when using greedy sampling"):
+        SamplingParams(n=4, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "like"),
+    [
+        ({"top_k": 0}, {}),
+        ({"top_k": -1}, {}),
+        ({"top_k": 10**9}, {}),
+        ({"top_k": 258}, {}),
+        ({"top_p": 1}, {}),
+        ({"min_p": 0}, {}),
+        ({"n": 1, "best_of": 1}, {}),
+        ({"top_k": 1}, {"temperature": 0}),
+        ({"top_p": 1e-9}, {"temperature": 0}),
+        ({"temperature": 0, "top_k": 0, "top_p": 0.1}, {"temperature": 0}),
+        ({"min_p": 1}, {}),
+    ],
+    ids=str,
+)
+def test_case_p8_edge_values_are_off_or_greedy(flat_llm: LLM, fields: dict[str, Any], like: dict[str, Any]) -> None:
+    """A hundred ids tie at the top: `top_k` 1 takes the one of temperature 0, and `min_p` 1 keeps them all."""
+    found, expected = (SamplingParams(**{"seed": 3, "max_tokens": 12, **given}) for given in (fields, like))
+    (ids,), (expected_ids,) = (token_ids(flat_llm.generate("abc", params)) for params in (found, expected))
+    assert ids == expected_ids
+    assert (set(ids) == {FLAT[0]}) == bool(like)
+
+
+@pytest.mark.parametrize(("fields", "word"), [({"top_p": 0}, "top_p"), ({"n": 2, "best_of": 1}, "best_of")])
+def test_case_p8_edge_values_that_mean_nothing_are_refused(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=f"^{word} must be"):
+        SamplingParams(**fields)
 
 
 def test_no_parameters_are_the_defaults(llm: LLM) -> None:
