@@ -37,16 +37,17 @@ def sample(workspace: Workspace, shape: StepShape, logits: torch.Tensor, samplin
     nothing but the results, except where top_k or top_p are in use.
     """
     unchanged = _rows_of(logits, sampling.logprob_rows)
-    totals = _rows_of(logits, sampling.beam_rows).logsumexp(dim=1, keepdim=True)
+    # No copy of all logits lives longer than it is needed: they are most of what a step takes beside the cache.
+    totals = _rows_of(logits.logsumexp(dim=1, keepdim=True), sampling.beam_rows) if len(sampling.beam_rows) else None
     is_healthy: torch.Tensor | None = None
     if changes_logits(sampling):
         # A change may hide what is wrong with a row.
         is_healthy = logits.amax(dim=1).isfinite()
         process_logits(logits, sampling)
     continuations = NO_CONTINUATIONS
-    if len(sampling.beam_rows):
-        beams = _rows_of(logits, sampling.beam_rows)
-        continuations = best_continuations(beams, totals, int(sampling.num_continuations.max()))
+    if totals is not None:
+        num_best = int(sampling.num_continuations.max())
+        continuations = best_continuations(_rows_of(logits, sampling.beam_rows), totals, num_best)
     token_ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     op.sample(workspace, shape, logits, _parameters(sampling, logits.shape[1]), token_ids)
     if is_healthy is not None:
