@@ -54,6 +54,14 @@ def run(engine_parts: build.EngineParts, *requests: tuple[Sequence[int], Samplin
     return [output.output() for output in outputs.values()]
 
 
+PROCESSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"repetition_penalty": 0.6}, {"repetition_penalty": 0.6}),
+    ({"logit_bias": {9: 4.0, 33: -6.0}}, {"sequence_bias": [[[9], 4.0], [[33], -6.0]]}),
+]
+"""Fields of ours, and those of Hugging Face that say the same."""
+
+
 def beams_of_hugging_face(
     model: PreTrainedModel, prompt: Sequence[int], width: int, max_tokens: int, ends: list[int] | None, **options: Any
 ) -> list[tuple[list[int], float]]:
@@ -118,6 +126,13 @@ def test_beams_without_an_end_equal() -> None:
     for prompt, output in zip(PROMPTS, run(parts(), *((prompt, params) for prompt in PROMPTS))):
         expected = beams_of_hugging_face(reference(), prompt, 5, 20, None)
         assert_same_beams(output.outputs, expected[:2], 1.0)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PROCESSED, ids=str)
+def test_beams_of_changed_logits_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    params = SamplingParams(n=4, use_beam_search=True, temperature=0, stop_token_ids=ENDS, max_tokens=12, **ours)
+    for prompt, output in zip(PROMPTS, run(parts(), *((prompt, params) for prompt in PROMPTS))):
+        assert_same_beams(output.outputs, beams_of_hugging_face(reference(), prompt, 4, 12, ENDS, **theirs), 1.0)
 
 
 def test_beams_with_min_tokens_equal() -> None:

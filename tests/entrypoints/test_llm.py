@@ -17,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from tests.helpers.byte_tokenizer import ByteTokenizer
-from tests.helpers.checkpoints import byte_tokenizer, cached_checkpoint, reference_greedy
+from tests.helpers.checkpoints import byte_tokenizer, cached_checkpoint, copy_checkpoint, reference_greedy
 from tests.helpers.engine_fakes import FailingExecutor, FakeExecutor, greedy, make_engine
 from tests.helpers.scripted_models import const_model, save_scripted
 from tests.helpers.server import REAL, running_server
@@ -176,6 +178,23 @@ def test_token_ids_instead_of_text_and_beside_it(llm: LLM) -> None:
     assert [output.prompt for output in by_ids] == [None, None]
     assert [output.prompt for output in both] == ["shown", "only"]
     assert [list(output.prompt_token_ids) for output in by_ids] == ids
+
+
+def test_case_l9_prompts_have_the_ids_of_hugging_face_s_tokenizer(tmp_path: Path) -> None:
+    """One that adds BOS: a prompt that begins with it has two, as there; ids that are given get none."""
+    folder, tokenizer = copy_checkpoint(cached_checkpoint(), tmp_path / "model"), byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
+    tokenizer.save_pretrained(folder)
+    prompts = ["hi", "</s>hi", ""]
+    reference = AutoTokenizer.from_pretrained(folder)
+    expected = [reference(prompt).input_ids for prompt in prompts]
+    assert [ids[:2].count(1) for ids in expected] == [1, 2, 1]
+    with LLM(str(folder), **OPTIONS) as llm:
+        outputs = llm.generate(prompts, greedy())
+        assert [list(output.prompt_token_ids) for output in outputs] == expected
+        (given,) = llm.generate(prompt_token_ids=[expected[0][1:]], sampling_params=greedy())
+        assert list(given.prompt_token_ids) == expected[0][1:]
+        assert token_ids(outputs)[0] == reference_greedy(folder, expected[0], 30)
 
 
 def test_a_seeded_engine_repeats_itself_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:

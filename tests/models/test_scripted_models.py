@@ -168,6 +168,30 @@ def test_case_s3_a_special_token_that_stops_cuts_nothing_else() -> None:
         assert (output.text, output.stop_reason) == ("hello <stop>".removesuffix(stop), stop)
 
 
+def test_case_p3_penalties_count_the_tokens_that_users_expect(tmp_path: Path) -> None:
+    """All in one batch, with a neighbour that samples."""
+    tokenizer = make_tokenizer()
+    model = const_model({34: 2.05, 35: 1.5, 36: 1.2}, len(tokenizer))
+    parts = make_parts(save_scripted(tmp_path, model, tokenizer), dtype="float32")
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("z", {}, "AAAAAAAAAA"),
+        ("z", {"presence_penalty": 0.6}, "ABAAAAAAAA"),
+        ("z", {"frequency_penalty": 0.6}, "ABACBACBAC"),
+        ("z", {"repetition_penalty": 1.5}, "ABAA"),
+        ("A", {"repetition_penalty": 1.5}, "BAAA"),
+        ("A", {"presence_penalty": 1.0}, "ABCA"),
+    ]
+    for index, (prompt, params, text) in enumerate(cases):
+        fields = {"temperature": 0, "max_tokens": len(text), **params}
+        parts.engine.add_request(str(index), prompt, list(parts.tokenizer.encode(prompt)), SamplingParams(**fields))
+    parts.engine.add_request("x", "AB", [34, 35], SamplingParams(presence_penalty=2, repetition_penalty=3, seed=1))
+    texts = dict.fromkeys([*map(str, range(len(cases))), "x"], "")
+    while parts.engine.has_unfinished:
+        for delta in parts.engine.step(parts.executor):
+            texts[delta.request_id] += delta.outputs[0].text
+    assert [texts[str(index)] for index in range(len(cases))] == [text for _, _, text in cases]
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_case_m5_the_context_ends_where_the_learnt_positions_do(family: str) -> None:
     """Hugging Face gives one token more than the table has rows, for the last one is not fed back; here none does."""

@@ -37,17 +37,17 @@ def sample(workspace: Workspace, shape: StepShape, logits: torch.Tensor, samplin
     nothing but the results, except where top_k or top_p are in use.
     """
     unchanged = _rows_of(logits, sampling.logprob_rows)
-    # No copy of all logits lives longer than it is needed: they are most of what a step takes beside the cache.
-    totals = _rows_of(logits.logsumexp(dim=1, keepdim=True), sampling.beam_rows) if len(sampling.beam_rows) else None
+    if len(sampling.beam_rows):
+        _normalise(logits, sampling.beam_rows)
     is_healthy: torch.Tensor | None = None
     if changes_logits(sampling):
         # A change may hide what is wrong with a row.
         is_healthy = logits.amax(dim=1).isfinite()
         process_logits(logits, sampling)
     continuations = NO_CONTINUATIONS
-    if totals is not None:
+    if len(sampling.beam_rows):
         num_best = int(sampling.num_continuations.max())
-        continuations = best_continuations(_rows_of(logits, sampling.beam_rows), totals, num_best)
+        continuations = best_continuations(_rows_of(logits, sampling.beam_rows), num_best)
     token_ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     op.sample(workspace, shape, logits, _parameters(sampling, logits.shape[1]), token_ids)
     if is_healthy is not None:
@@ -57,6 +57,14 @@ def sample(workspace: Workspace, shape: StepShape, logits: torch.Tensor, samplin
     if len(sampling.logprob_rows):
         logprobs = token_logprobs(unchanged, picked[sampling.logprob_rows], int(sampling.num_logprobs.max()))
     return StepOutput(picked, logprobs, continuations)
+
+
+def _normalise(logits: torch.Tensor, rows: Int32Array) -> None:
+    """Makes logprobs of some rows: a beam search changes those, as Hugging Face does. Makes no copy of all logits."""
+    totals = torch.zeros(len(logits), 1, device=logits.device)
+    indices = to_device(rows.astype(np.int64), logits.device)
+    totals[indices] = logits.logsumexp(dim=1, keepdim=True)[indices]
+    logits.sub_(totals)
 
 
 def _rows_of(logits: torch.Tensor, rows: Int32Array) -> torch.Tensor:
