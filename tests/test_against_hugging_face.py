@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from scripts.hugging_face import load_reference
-from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.checkpoints import cached_checkpoint, reference_greedy
+from tests.helpers.scripted_models import const_model, save_scripted
+from tests.helpers.tokenizers import make_tokenizer
 from vllm_lite import SamplingParams, build
 from vllm_lite.config import EngineConfig
 from vllm_lite.outputs import CompletionOutput, OutputAccumulator, RequestOutput
@@ -46,6 +49,14 @@ def run(engine_parts: build.EngineParts, *requests: tuple[Sequence[int], Samplin
             outputs[delta.request_id].add(delta)
     assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
     return [output.output() for output in outputs.values()]
+
+
+PROCESSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"repetition_penalty": 0.6}, {"repetition_penalty": 0.6}),
+    ({"logit_bias": {9: 4.0, 33: -6.0}}, {"sequence_bias": [[[9], 4.0], [[33], -6.0]]}),
+]
+"""Fields of ours, and those of Hugging Face that say the same."""
 
 
 def beams_of_hugging_face(
@@ -114,6 +125,13 @@ def test_beams_without_an_end_equal() -> None:
         assert_same_beams(output.outputs, expected[:2], 1.0)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), PROCESSED, ids=str)
+def test_beams_of_changed_logits_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    params = SamplingParams(n=4, use_beam_search=True, temperature=0, stop_token_ids=ENDS, max_tokens=12, **ours)
+    for prompt, output in zip(PROMPTS, run(parts(), *((prompt, params) for prompt in PROMPTS))):
+        assert_same_beams(output.outputs, beams_of_hugging_face(reference(), prompt, 4, 12, ENDS, **theirs), 1.0)
+
+
 def test_beams_with_min_tokens_equal() -> None:
     params = SamplingParams(
         n=4, use_beam_search=True, temperature=0, min_tokens=6, stop_token_ids=ENDS, max_tokens=12, repetition_penalty=1
@@ -122,6 +140,67 @@ def test_beams_with_min_tokens_equal() -> None:
         expected = beams_of_hugging_face(reference(), prompt, 4, 12, ENDS, min_new_tokens=6)
         # Hugging Face lets beams end at the sixth token, and so does this engine at the min_tokens-th.
         assert_same_beams(output.outputs, expected, 1.0)
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_case_p6_the_length_that_counts_is_the_output_s(
+    early_stopping: bool | Literal["never"], tmp_path: Path
+) -> None:
+    """A prompt that counted in the length penalty would make the empty text win after a long one."""
+    tokenizer = make_tokenizer()
+    model = const_model({34: math.log(0.5), 35: math.log(0.3), 0: math.log(0.2)}, len(tokenizer), other=-60.0)
+    config = EngineConfig(
+        model=str(save_scripted(tmp_path, model, tokenizer)), num_kv_blocks=64, num_threads=1, dtype="float32"
+    )
+    engine_parts = build.build_parts(config)
+    for length_penalty in (1.0, 0.0, 2.0):
+        params = SamplingParams(
+            n=3,
+            best_of=3,
+            use_beam_search=True,
+            temperature=0,
+            max_tokens=4,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        for num_prompt_tokens in (3, 60):
+            prompt = [66] * num_prompt_tokens
+            (output,) = run(engine_parts, (prompt, params))
+            scores = [
+                (beam.cumulative_logprob or 0.0) / len(beam.token_ids) ** length_penalty for beam in output.outputs
+            ]
+            expected = beams_of_hugging_face(
+                model, prompt, 3, 4, [0], length_penalty=length_penalty, early_stopping=early_stopping
+            )
+            assert list(output.outputs[0].token_ids) == expected[0][0]
+            assert sorted(scores) == pytest.approx(sorted(score for _, score in expected), abs=1e-5)
+            texts = [beam.text for beam in output.outputs]
+            if early_stopping is False and length_penalty == 1:
+                assert scores == pytest.approx([-0.6931, -0.8209, -0.8209], abs=1e-4)
+                assert [sorted(text) for text in texts] == [list("AAAA"), list("AAAB"), list("AAAB")]
+            if early_stopping is False and length_penalty == 0:
+                assert texts[:2] == ["", "AAAA"]
+                assert scores[:2] == pytest.approx([-1.6094, -2.7726], abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_case_p1_tiny_temperatures_and_shares_are_greedy(dtype: Literal["float32", "float16"]) -> None:
+    config = EngineConfig(model=str(cached_checkpoint()), num_kv_blocks=100, num_threads=1, dtype=dtype)
+    engine_parts = build.build_parts(config)
+    settings: list[dict[str, Any]] = [{"temperature": temperature} for temperature in (0, 1e-12, 1e-9, 1e-5, 1e-4)]
+    settings += [
+        {"temperature": temperature, "top_p": top_p}
+        for temperature in (0, 1e-12, 1e-5, 0.01, 1.0)
+        for top_p in (1e-4, 1e-9)
+    ]
+    settings += [{"temperature": 0, "top_k": 5}, {"temperature": 0, "top_p": 0.3, "min_p": 0.5}]
+    requests = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True, **s) for seed, s in enumerate(settings)]
+    outputs = run(engine_parts, *((PROMPTS[0], params) for params in requests))
+    ids = [list(output.outputs[0].token_ids) for output in outputs]
+    assert ids == [ids[0]] * len(settings)
+    assert len(set(ids[0])) >= 3 and all(output.outputs[0].text for output in outputs)
+    if dtype == "float32":
+        assert ids[0] == reference_greedy(cached_checkpoint(), PROMPTS[0], 12)
 
 
 def logprobs_of_hugging_face(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """The same tokens however requests are arranged: alone, together, staggered, chunked, preempted, sharing prefixes.
 
-On a real model in float32, through the whole engine. Greedy ids must be Hugging Face's.
+On a real model in float32, through the whole engine (cases M2, M3, M4, P4). Greedy ids must be Hugging Face's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.helpers.checkpoints import cached_checkpoint, reference_greedy
 from vllm_lite import SamplingParams, build
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import block_manager
+from vllm_lite.outputs import OutputAccumulator
 
 NUM_TOKENS = 30
 SHARED = [7, 99, 23, 54, 201, 13, 77, 140, 5, 31, 62, 88, 250, 17, 40, 111, 90, 3, 66, 181]
@@ -142,6 +144,83 @@ def test_same_tokens_when_every_hash_collides(
     parts = make_parts(folder, num_kv_blocks=num_kv_blocks)
     assert staggered(parts, greedy() if mode == "greedy" else seeded()) == expected[mode]
     assert parts.engine.stats().num_prefix_hit_tokens > 0
+
+
+CANDIDATES: list[dict[str, Any]] = [
+    {"n": 3, "seed": 5},
+    {"n": 2, "best_of": 3, "seed": 6, "top_p": 0.9},
+    {"n": 3, "use_beam_search": True, "temperature": 0},
+    {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def expected_candidates(folder: Path) -> list[list[tuple[object, ...]]]:
+    parts = make_parts(folder, enable_prefix_caching=False)
+    return [outcome for index in range(len(PROMPTS)) for outcome in run_candidates(parts, [index], 0)]
+
+
+def run_candidates(parts: build.EngineParts, indices: list[int], steps_between: int) -> list[list[tuple[object, ...]]]:
+    """Ids and reasons of all candidates of some prompts."""
+    totals: dict[str, OutputAccumulator] = {}
+
+    def step() -> None:
+        for delta in parts.engine.step(parts.executor):
+            totals[delta.request_id].add(delta)
+
+    for index in indices:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **CANDIDATES[index % len(CANDIDATES)])
+        totals[str(index)] = OutputAccumulator(str(index), None, PROMPTS[index], params.n)
+        parts.engine.add_request(str(index), None, list(PROMPTS[index]), params)
+        for _ in range(steps_between):
+            step()
+    while parts.engine.has_unfinished:
+        step()
+    stats = parts.engine.stats()
+    assert stats.num_free_blocks == stats.num_total_blocks
+    return [[(o.token_ids, o.finish_reason) for o in total.output().outputs] for total in totals.values()]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"num_kv_blocks": 24},
+        {"num_kv_blocks": 24, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 5, "num_kv_blocks": 24},
+        {"max_num_seqs": 3, "block_size": 16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("steps_between", [0, 3])
+def test_case_m3_candidates_and_beams_are_those_of_requests_run_alone(
+    folder: Path, expected_candidates: list[list[tuple[object, ...]]], overrides: dict[str, Any], steps_between: int
+) -> None:
+    parts = make_parts(folder, **overrides)
+    assert run_candidates(parts, list(range(len(PROMPTS))), steps_between) == expected_candidates
+    if "max_num_batched_tokens" not in overrides:  # fewer run at once where prompts come in many chunks
+        assert (parts.engine.stats().num_preemptions > 0) == ("num_kv_blocks" in overrides)
+    assert len({ids for ids, _ in expected_candidates[0]}) == 3
+
+
+def test_case_p4_a_seed_counts_beside_neighbours_without_one(folder: Path) -> None:
+    """Seven that have none and seven that have others: the request gets the tokens that it gets alone."""
+    params = SamplingParams(seed=42, max_tokens=20, ignore_eos=True)
+    unseeded = SamplingParams(max_tokens=20, ignore_eos=True)
+    alone = make_parts(folder, seed=None)
+    alone.engine.add_request("x", None, [88], params)
+    expected = drain(alone, {})["x"]
+    for _ in range(2):
+        parts = make_parts(folder, seed=None)
+        for index in range(7):
+            parts.engine.add_request(f"unseeded {index}", None, [88], unseeded)
+        parts.engine.add_request("x", None, [88], params)
+        for index in range(7):
+            parts.engine.add_request(f"seeded {index}", None, [88], replace(params, seed=43 + index))
+        found = drain(parts, {})
+        assert found["x"] == expected
+        assert len({tuple(ids) for ids in found.values()}) == 15
 
 
 def test_other_seeds_give_other_tokens(folder: Path, expected: dict[str, dict[str, list[int]]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pty
@@ -35,6 +36,31 @@ def test_prompt_and_candidate_are_printed(server: Server, mode: list[str], capsy
     assert client.main(["--port", str(server.port), "--max-tokens", "20", *mode]) == 0
     text = expected(server, max_tokens=20)
     assert capsys.readouterr().out.splitlines() == [f"Prompt: {client.PROMPT!r}", f"Candidate 0: {text!r}"]
+
+
+@pytest.mark.parametrize("mode", [[], ["--stream"]], ids=["whole", "stream"])
+def test_beams_are_printed_best_first(server: Server, mode: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--port", str(server.port), "--n", "3", "--use-beam-search", "--max-tokens", "12", *mode]
+    assert client.main(words) == 0
+    fields = {"prompt": client.PROMPT, "n": 3, "use_beam_search": True, "temperature": 0, "max_tokens": 12}
+    texts = server.post(fields).json()["text"]
+    assert len(set(texts)) == 3
+    assert capsys.readouterr().out.splitlines()[1:] == client.candidate_lines(texts)
+
+
+@pytest.mark.parametrize("mode", [[], ["--stream"]], ids=["whole", "stream"])
+def test_sampled_candidates_are_printed(server: Server, mode: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.main(["--port", str(server.port), "--n", "3", "--max-tokens", "30", *mode]) == 0
+    prompt, *candidates = capsys.readouterr().out.splitlines()
+    assert prompt == f"Prompt: {client.PROMPT!r}"
+    assert [line.partition(": ")[0] for line in candidates] == ["Candidate 0", "Candidate 1", "Candidate 2"]
+    texts = {ast.literal_eval(line.partition(": ")[2]) for line in candidates}
+    assert len(texts) == 3 and all(text.startswith(client.PROMPT) for text in texts)
+
+
+def test_one_beam_is_a_refusal(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.main(["--port", str(server.port), "--use-beam-search"]) == 1
+    assert "best_of must be greater than 1 when using beam search, got 1" in capsys.readouterr().err
 
 
 def test_a_stream_rewrites_its_lines_on_a_terminal(server: Server) -> None:

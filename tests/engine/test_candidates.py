@@ -12,8 +12,10 @@ import pytest
 
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.engine_fakes import EOS, STOP, FakeExecutor, Run, check_engine, greedy, make_engine
+from vllm_lite.engine import block_manager
 from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.step import StepInput, StepOutput
+from vllm_lite.errors import RequestError
 from vllm_lite.outputs import OutputAccumulator, RequestOutput
 from vllm_lite.sampling_params import SamplingParams
 
@@ -92,6 +94,12 @@ def test_candidates_end_one_by_one_and_free_their_blocks() -> None:
     assert {o.finish_reason for o in output.outputs} == {"stop"} and len({len(o.token_ids) for o in output.outputs}) > 2
 
 
+@pytest.fixture(params=[False, True], ids=["hash", "colliding hash"])
+def any_hash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(block_manager, "hash_block", lambda parent_hash, token_ids: 7)
+
+
 MIXED: list[SamplingParams] = [
     sampling(3),
     beams(3, ignore_eos=True),
@@ -123,6 +131,52 @@ def test_beams_of_whom_some_have_to_be_computed_again_wait_for_each_other() -> N
     run.add("beams", PROMPT, beams(4, ignore_eos=True, max_tokens=30))
     run.add("younger", PROMPT[::-1], greedy(max_tokens=60))
     assert outcome(run.finish()["beams"]) == expected
+
+
+@pytest.mark.usefixtures("any_hash")
+@pytest.mark.parametrize("params", [sampling(3), beams(3, ignore_eos=True)], ids=["sampled", "beams"])
+def test_case_m4_candidates_behind_a_shared_prefix(params: SamplingParams) -> None:
+    """In the same step, one after the other, and once the blocks have been taken by others."""
+    prompts = [f"a prefix of twenty-four {index}" for index in range(6)] + ["x" * 5 + "a prefix of twenty-four "]
+    expected = [outcome(run_alone(params, prompt, enable_prefix_caching=False)) for prompt in prompts]
+    engine, executor = make_engine(num_blocks=60), FakeExecutor()
+    for num_steps_between in (0, 30, 2):
+        run = Run(engine, executor)
+        for prompt in prompts:
+            run.add(prompt, prompt, params)
+            for _ in range(num_steps_between):
+                run.step()
+        assert [outcome(output) for output in run.finish().values()] == expected
+        others = Run(engine, executor)
+        others.add("evicts", "y" * 450, greedy(max_tokens=5))
+        others.finish()
+    assert engine.stats().num_prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("num_blocks", [4, 5, 8, 13])
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("make", [sampling, beams], ids=["sampled", "beams"])
+def test_case_m1_candidates_that_outgrow_the_whole_cache_end(
+    make: Callable[..., SamplingParams], n: int, num_blocks: int
+) -> None:
+    """A prompt that leaves no room for all of them is refused, and who is served ends; the next one always answers."""
+    for prompt_len in range(1, num_blocks * 8 + 1, 3):
+        run = Run(make_engine(num_blocks=num_blocks, max_num_seqs=4), FakeExecutor())
+        params = make(n, ignore_eos=True, max_tokens=None)
+        longest = num_blocks // n * 8
+        if prompt_len >= longest:
+            with pytest.raises(RequestError, match=f"{prompt_len} tokens and the KV cache holds {longest}"):
+                run.add("long", "x" * prompt_len, params)
+            run.outputs.pop("long", None)
+        else:
+            run.add("long", "x" * prompt_len, params)
+        run.add("next", "hi", greedy(max_tokens=2))
+        outputs = run.finish()
+        assert len(outputs["next"].outputs[0].token_ids) == 2
+        if "long" in outputs:
+            assert len(outputs["long"].outputs) == n
+            for output in outputs["long"].outputs:
+                assert (output.finish_reason, prompt_len + len(output.token_ids)) == ("length", longest)
 
 
 class Scores:

@@ -1,4 +1,4 @@
-"""A request's life: what is refused, what it gets in each step, how it ends."""
+"""A request's life: what is refused, what it gets in each step, how it ends (cases S1 to S3, M1, M5)."""
 
 from __future__ import annotations
 

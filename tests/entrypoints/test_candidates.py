@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.scripted_models import const_model, save_scripted
 from tests.helpers.server import REAL, Server, running_server
+from tests.helpers.tokenizers import make_tokenizer
 
 SAMPLED: dict[str, Any] = {"prompt": "Hé", "n": 3, "best_of": 5, "seed": 1, "max_tokens": 12, "ignore_eos": True}
 BEAMS: dict[str, Any] = {"prompt": "Hé", "n": 2, "best_of": 4, "use_beam_search": True, "temperature": 0.0}
@@ -135,3 +138,58 @@ def test_prompts_that_would_be_repeated_too_often_are_refused(server: Server) ->
 def test_misspelt_fields_of_the_request_are_guessed(server: Server, field: str) -> None:
     detail = server.post({"prompt": "a", field: True}).json()["detail"]
     assert f"did you mean {field}s?" in detail
+
+
+FLAT = range(34, 134)
+VOCAB_SIZE = 258
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Takes the ids of `FLAT` alike, whatever went before; all others are as good as impossible."""
+    model = const_model(dict.fromkeys(FLAT, 0.0), VOCAB_SIZE, other=-3e38)
+    folder = save_scripted(tmp_path_factory.mktemp("flat"), model, make_tokenizer())
+    flags = ["--model", str(folder), "--num-kv-blocks", "64", "--dtype", "float32", "--max-logprobs", str(VOCAB_SIZE)]
+    with running_server(*flags, module=REAL) as server:
+        yield server
+
+
+def test_case_p5_candidates_differ_and_keep_their_order(flat: Server) -> None:
+    fields = {"prompt": "abc", "n": 4, "temperature": 1, "seed": 7, "max_tokens": 20, "details": True}
+    whole = answer(flat, **fields)
+    assert len({tuple(ids) for ids in whole["token_ids"]}) == 4
+    assert answer(flat, **fields) == whole
+    messages = stream(flat, **fields)
+    assert messages[-1] == without_prompt(whole)
+    for message in messages:  # equally good at every step, so that no candidate changes its place
+        assert [ids[: len(message["token_ids"][0])] for ids in whole["token_ids"]] == message["token_ids"]
+    assert answer(flat, **{**fields, "n": 1})["token_ids"] == whole["token_ids"][:1]
+
+
+@pytest.mark.parametrize("top_k", [1, -1])
+@pytest.mark.parametrize("count", [5, VOCAB_SIZE])
+def test_case_p7_impossible_tokens_are_numbers_in_json(flat: Server, top_k: int, count: int) -> None:
+    """The model's own distribution, before `top_k`; every answer goes through a strict parser."""
+    fields = {"prompt": "a1!", "top_k": top_k, "temperature": 1, "max_tokens": 3, "seed": 1, "details": True}
+    whole = answer(flat, **fields, logprobs=count, prompt_logprobs=count)
+    messages = stream(flat, **fields, logprobs=count, prompt_logprobs=count)
+    assert messages[-1] == without_prompt(whole)
+    prompt_entries = whole["prompt_logprobs"][1:]
+    impossible = [entry[str(id_)] for id_, entry in zip(whole["prompt_token_ids"][1:], prompt_entries)]
+    assert impossible == [-9999.0] * 2, "as upstream has it"
+    for entry in [*whole["logprobs"][0], *prompt_entries]:
+        assert count <= len(entry) <= count + 1
+        if count == VOCAB_SIZE:
+            assert sum(map(math.exp, entry.values())) == pytest.approx(1, abs=1e-5)
+    for id_, entry in zip(whole["token_ids"][0], whole["logprobs"][0]):
+        assert entry[str(id_)] == pytest.approx(-math.log(100), abs=1e-5)
+
+
+def test_case_p7_beams_over_impossible_tokens(flat: Server) -> None:
+    fields = {"prompt": "abc", "n": 3, "use_beam_search": True, "temperature": 0, "max_tokens": 3, "details": True}
+    whole = answer(flat, **fields, logprobs=VOCAB_SIZE)
+    assert {len(entry) for entries in whole["logprobs"] for entry in entries} == {VOCAB_SIZE}
+    assert whole["cumulative_logprob"] == pytest.approx([-3 * math.log(100)] * 3, abs=1e-4)
+    only = answer(flat, **fields, allowed_token_ids=[2, 3, 34])
+    assert len({tuple(ids) for ids in only["token_ids"]}) == 3
+    assert all(map(math.isfinite, only["cumulative_logprob"]))

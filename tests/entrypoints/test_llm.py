@@ -17,11 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from tests.helpers.byte_tokenizer import ByteTokenizer
-from tests.helpers.checkpoints import byte_tokenizer, cached_checkpoint, reference_greedy
+from tests.helpers.checkpoints import byte_tokenizer, cached_checkpoint, copy_checkpoint, reference_greedy
 from tests.helpers.engine_fakes import FailingExecutor, FakeExecutor, greedy, make_engine
+from tests.helpers.scripted_models import const_model, save_scripted
 from tests.helpers.server import REAL, running_server
+from tests.helpers.tokenizers import make_tokenizer
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.entrypoints import llm as llm_module
@@ -93,6 +97,66 @@ def test_greedy_equals_hugging_face_and_the_server(llm: LLM) -> None:
     assert [output.prompt + text for output, text in zip(outputs, texts(outputs)) if output.prompt] == served
 
 
+FLAT = range(34, 134)
+"""The ids that the model of `flat_llm` takes alike, whatever went before; all others are as good as impossible."""
+
+
+@pytest.fixture(scope="module")
+def flat_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    tokenizer = make_tokenizer()
+    model = const_model(dict.fromkeys(FLAT, 0.0), len(tokenizer), other=-3e38)
+    folder = save_scripted(tmp_path_factory.mktemp("flat"), model, tokenizer)
+    with LLM(str(folder), **OPTIONS) as llm:
+        yield llm
+
+
+def test_case_p5_candidates_differ_and_come_again_with_their_seed(flat_llm: LLM) -> None:
+    def ids(params: SamplingParams) -> list[list[tuple[int, ...]]]:
+        outputs = flat_llm.generate(["abc"] * 4, params)
+        return [[tuple(candidate.token_ids) for candidate in output.outputs] for output in outputs]
+
+    seeded = SamplingParams(n=4, seed=7, max_tokens=20)
+    first = ids(seeded)
+    assert len(set(first[0])) == 4
+    assert first == [first[0]] * 4 == ids(seeded), "the same seed, the same tokens"
+    assert ids(SamplingParams(seed=7, max_tokens=20))[0] == first[0][:1], "equally good ones keep their places"
+    unseeded = [*ids(SamplingParams(n=4, max_tokens=20)), *ids(SamplingParams(n=4, max_tokens=20))]
+    assert len({candidate for output in unseeded for candidate in output}) == 32
+    with pytest.raises(ValueError, match="best_of must be 1 when using greedy sampling"):
+        SamplingParams(n=4, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "like"),
+    [
+        ({"top_k": 0}, {}),
+        ({"top_k": -1}, {}),
+        ({"top_k": 10**9}, {}),
+        ({"top_k": 258}, {}),
+        ({"top_p": 1}, {}),
+        ({"min_p": 0}, {}),
+        ({"n": 1, "best_of": 1}, {}),
+        ({"top_k": 1}, {"temperature": 0}),
+        ({"top_p": 1e-9}, {"temperature": 0}),
+        ({"temperature": 0, "top_k": 0, "top_p": 0.1}, {"temperature": 0}),
+        ({"min_p": 1}, {}),
+    ],
+    ids=str,
+)
+def test_case_p8_edge_values_are_off_or_greedy(flat_llm: LLM, fields: dict[str, Any], like: dict[str, Any]) -> None:
+    """A hundred ids tie at the top: `top_k` 1 takes the one of temperature 0, and `min_p` 1 keeps them all."""
+    found, expected = (SamplingParams(**{"seed": 3, "max_tokens": 12, **given}) for given in (fields, like))
+    (ids,), (expected_ids,) = (token_ids(flat_llm.generate("abc", params)) for params in (found, expected))
+    assert ids == expected_ids
+    assert (set(ids) == {FLAT[0]}) == bool(like)
+
+
+@pytest.mark.parametrize(("fields", "word"), [({"top_p": 0}, "top_p"), ({"n": 2, "best_of": 1}, "best_of")])
+def test_case_p8_edge_values_that_mean_nothing_are_refused(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=f"^{word} must be"):
+        SamplingParams(**fields)
+
+
 def test_no_parameters_are_the_defaults(llm: LLM) -> None:
     (output,) = llm.generate("Hello")
     assert 1 <= len(output.outputs[0].token_ids) <= 16
@@ -114,6 +178,23 @@ def test_token_ids_instead_of_text_and_beside_it(llm: LLM) -> None:
     assert [output.prompt for output in by_ids] == [None, None]
     assert [output.prompt for output in both] == ["shown", "only"]
     assert [list(output.prompt_token_ids) for output in by_ids] == ids
+
+
+def test_case_l9_prompts_have_the_ids_of_hugging_face_s_tokenizer(tmp_path: Path) -> None:
+    """One that adds BOS: a prompt that begins with it has two, as there; ids that are given get none."""
+    folder, tokenizer = copy_checkpoint(cached_checkpoint(), tmp_path / "model"), byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
+    tokenizer.save_pretrained(folder)
+    prompts = ["hi", "</s>hi", ""]
+    reference = AutoTokenizer.from_pretrained(folder)
+    expected = [reference(prompt).input_ids for prompt in prompts]
+    assert [ids[:2].count(1) for ids in expected] == [1, 2, 1]
+    with LLM(str(folder), **OPTIONS) as llm:
+        outputs = llm.generate(prompts, greedy())
+        assert [list(output.prompt_token_ids) for output in outputs] == expected
+        (given,) = llm.generate(prompt_token_ids=[expected[0][1:]], sampling_params=greedy())
+        assert list(given.prompt_token_ids) == expected[0][1:]
+        assert token_ids(outputs)[0] == reference_greedy(folder, expected[0], 30)
 
 
 def test_a_seeded_engine_repeats_itself_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
-from tests.helpers.checkpoints import byte_tokenizer, cached_checkpoint, copy_checkpoint
+from tests.helpers.checkpoints import byte_tokenizer, cached_checkpoint, copy_checkpoint, reference_model
 from tests.helpers.server import ROOT
 
 QUICKSTART = """
@@ -44,6 +47,23 @@ for output in outputs:
     print(repr(output.prompt), len(output.outputs[0].token_ids), output.outputs[0].finish_reason)
 """
 
+BEAMS = """
+from vllm_lite import LLM, SamplingParams
+
+prompts = [
+    "A robot may not injure a human being",
+    "To be or not to be,",
+    "What is the meaning of life?",
+    "It is only with the heart that one can see rightly",
+]
+sampling_params = SamplingParams(use_beam_search=True, n=4, best_of=4, temperature=0, max_tokens=12)
+llm = LLM(model="facebook/opt-125m", dtype="float32")
+for output in llm.generate(prompts, sampling_params):
+    for candidate in output.outputs:
+        print(repr(output.prompt), candidate.index, list(candidate.token_ids), candidate.cumulative_logprob)
+        assert llm.get_tokenizer().decode(candidate.token_ids) == candidate.text
+"""
+
 
 def run(code: str, folder: Path, *, adds_bos: bool) -> subprocess.CompletedProcess[str]:
     """Runs a file in a folder that has a model of the tutorials' name, whose tokenizer adds BOS as OPT's does."""
@@ -71,6 +91,35 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     ]
     assert "4/4" in result.stderr and re.search(r"\d tokens/s", result.stderr)
     assert "Traceback" not in result.stderr
+
+
+def test_beams_are_hugging_face_s(tmp_path: Path) -> None:
+    result = run(BEAMS, tmp_path, adds_bos=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 16
+    model, tokenizer = reference_model(cached_checkpoint()), byte_tokenizer()
+    for start in range(0, 16, 4):
+        prompt: str = ast.literal_eval(lines[start].partition(" 0 ")[0])
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            expected: Any = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                num_beams=4,
+                num_return_sequences=4,
+                do_sample=False,
+                max_new_tokens=12,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        for rank, line in enumerate(lines[start : start + 4]):
+            words, _, total = line.removeprefix(f"{prompt!r} {rank} ").rpartition(" ")
+            beam: list[int] = ast.literal_eval(words)
+            sequence = expected.sequences[rank, ids.shape[1] :].tolist()
+            assert sequence == beam + [0] * (len(sequence) - len(beam))
+            assert float(total) / len(beam) == pytest.approx(expected.sequences_scores[rank].item(), abs=1e-5)
 
 
 def test_72_empty_prompts_run_where_the_tokenizer_adds_bos(tmp_path: Path) -> None:

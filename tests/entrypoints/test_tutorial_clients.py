@@ -63,6 +63,36 @@ def test_a_stop_list_with_temperature_top_k_and_top_p(server: Server) -> None:
     assert len(text) < len(whole)
 
 
+@pytest.mark.parametrize("use_beam_search", [False, True])
+def test_a_load_test_that_sends_best_of(server: Server, use_beam_search: bool) -> None:
+    """The body of vLLM 0.2.7's own load test, eight at a time: one text each, of as many tokens as asked for."""
+
+    def ask(index: int) -> list[str]:
+        fields = {
+            "prompt": f"{index} times around the world",
+            "n": 1,
+            "best_of": 4,
+            "use_beam_search": use_beam_search,
+            "temperature": 0.0 if use_beam_search else 1.0,
+            "top_p": 1.0,
+            "max_tokens": 10,
+            "ignore_eos": True,
+            "stream": False,
+        }
+        output = post(server, fields).json()
+        assert list(output) == ["text"], "a key of the name error would make it ask again"
+        details = post(server, {**fields, "details": True}).json()
+        assert [len(ids) for ids in details["token_ids"]] == [10] and details["finish_reason"] == ["length"]
+        if use_beam_search:
+            assert details["text"] == output["text"]
+        return list(output["text"])
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(ask, range(16)))
+    assert all(len(text) == 1 and text[0].startswith(f"{index} times") for index, text in enumerate(texts))
+    assert server.metrics()["num_requests_running"] == 0
+
+
 def test_16_threads_over_chunks_of_512_tokens(server: Server) -> None:
     """All at once, end of sequence ignored: no request fails, and each gets what it gets alone."""
     tokenizer = byte_tokenizer()

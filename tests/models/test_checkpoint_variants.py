@@ -40,6 +40,7 @@ Tensors = dict[str, torch.Tensor]
 PROMPT = [(17 * i + 5) % 254 + 2 for i in range(40)]
 PREFIXES = {
     "llama": "model.",
+    "qwen2": "model.",
     "gpt2": "transformer.",
     "opt": "model.",
     "bloom": "transformer.",
@@ -77,7 +78,7 @@ def assert_equals(folder: Path, expected: torch.Tensor, *, has_kernels: bool = T
 
 @pytest.mark.parametrize("has_head", [False, True], ids=["no head", "equal head"])
 @pytest.mark.parametrize("has_prefix", [False, True], ids=["base names", "full names"])
-@pytest.mark.parametrize("family", ["llama", *FAMILIES])
+@pytest.mark.parametrize("family", ["llama", "qwen2", *FAMILIES])
 def test_case_l5_names_with_and_without_what_begins_them(
     family: str, has_prefix: bool, has_head: bool, tmp_path: Path
 ) -> None:
@@ -126,7 +127,7 @@ def test_case_l5_a_tensor_of_no_use_is_named_in_a_warning(
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", *FAMILIES])
 def test_case_l1_a_head_that_differs_from_the_tied_embedding_is_used(
     family: str, has_kernels: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,7 +141,7 @@ def test_case_l1_a_head_that_differs_from_the_tied_embedding_is_used(
     assert f"ties {HEADS[family]} to {embedding_of(family)}, but the checkpoint's differ" in caplog.text
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", *FAMILIES])
 def test_case_l1_an_untied_head_that_is_missing_is_named(family: str, tmp_path: Path) -> None:
     def edit(tensors: Tensors) -> Tensors:
         return {name: tensor for name, tensor in tensors.items() if name != HEADS[family]}

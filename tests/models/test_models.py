@@ -1,4 +1,4 @@
-"""Every architecture, RoPE kind and head layout against Hugging Face in float32, by the rules of tiny models."""
+"""Every architecture, RoPE kind and head layout against Hugging Face in float32, on tiny models (cases L2 to L5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model runs in, for each thing that a checkpoint may say and each chip (faked)."""
+"""What a model runs in, for each thing that a checkpoint may say and each chip (faked): case L8."""
 
 from __future__ import annotations
 

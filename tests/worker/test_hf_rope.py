@@ -1,4 +1,4 @@
-"""Every spelling of RoPE settings, old and new, with transformers as the reference."""
+"""Every spelling of RoPE settings, old and new, with transformers as the reference (case L2)."""
 
 from __future__ import annotations
 

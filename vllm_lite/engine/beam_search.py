@@ -6,9 +6,12 @@ token ids and scores; what ends a continuation is asked of whoever knows its tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 Finished = TypeVar("Finished")
 
@@ -16,8 +19,8 @@ Finished = TypeVar("Finished")
 class Candidates(NamedTuple):
     """The best next tokens of one beam, best first."""
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
     """-inf for a token that may not be picked."""
     top_logprobs: Mapping[int, float] | None = None
     """The model's best tokens, whatever may be picked, where the caller wants them."""
@@ -48,8 +51,8 @@ class BeamRules:
 
     width: int
     """Beams that go on, and hypotheses that are kept."""
-    num_continuations: int
-    """How many are looked at in a step, over all beams."""
+    num_end_ids: int
+    """How many tokens end a beam that takes them."""
     length_penalty: float
     early_stopping: bool | Literal["never"]
     max_output_len: int
@@ -59,10 +62,18 @@ class BeamRules:
         """What hypotheses of different lengths are compared by."""
         return penalised(cumulative_logprob, output_len, self.length_penalty)
 
+    @property
+    def num_continuations(self) -> int:
+        """How many are looked at in a step, over all beams: enough that `width` of them can go on, whichever end."""
+        return max(2, 1 + self.num_end_ids) * self.width
 
-def num_continuations(width: int, num_end_ids: int) -> int:
-    """Enough that `width` of them can go on, whichever end."""
-    return max(2, 1 + num_end_ids) * width
+
+def num_continuations_of_beam(width: int, num_end_ids: int) -> int:
+    """How many next tokens of one beam are looked at.
+
+    `width` of them can go on, whichever end; as many again are for those that stop strings end.
+    """
+    return 2 * width + num_end_ids
 
 
 def penalised(cumulative_logprob: float, output_len: int, length_penalty: float) -> float:
@@ -87,37 +98,41 @@ class BeamSearch(Generic[Finished]):
 
     def best_continuations(
         self, cumulative_logprobs: Sequence[float], candidates: Sequence[Candidates]
-    ) -> list[Continuation]:
-        """Over all beams, best first; of equally good ones the earlier beam's and, within it, the better token's."""
-        all_of_them = [
-            Continuation(beam, token_id, logprob, cumulative + logprob)
-            for beam, (cumulative, best) in enumerate(zip(cumulative_logprobs, candidates))
-            for token_id, logprob in zip(best.token_ids, best.logprobs)
-            if logprob > -float("inf")
-        ]
-        all_of_them.sort(key=lambda continuation: -continuation.cumulative_logprob)
-        return all_of_them[: self.rules.num_continuations]
+    ) -> Iterator[Continuation]:
+        """Over all beams, best first; of equally good ones the earlier beam's and, within it, the better token's.
+
+        There can be a hundred times as many as go on, so they are made one by one.
+        """
+        counts = [len(best.token_ids) for best in candidates]
+        beams = np.repeat(np.arange(len(candidates)), counts)
+        token_ids = np.concatenate([best.token_ids for best in candidates])
+        logprobs = np.concatenate([best.logprobs for best in candidates]).astype(np.float64)
+        totals = np.repeat(np.array(cumulative_logprobs, np.float64), counts) + logprobs
+        order = np.argsort(-totals, kind="stable")[: self.rules.num_continuations]
+        for index in order[np.isfinite(totals[order])].tolist():
+            yield Continuation(int(beams[index]), int(token_ids[index]), float(logprobs[index]), float(totals[index]))
 
     def advance(
         self,
-        continuations: Sequence[Continuation],
+        continuations: Iterable[Continuation],
         finish: Callable[[Continuation], Finished | None],
         output_len: int,
     ) -> list[Continuation]:
         """Takes a step's best continuations, all of `output_len` tokens; returns those that go on.
 
         `finish` says what has become of one that is finished, and None of one that is not. Only the best `width`
-        continuations can become hypotheses; the others are there to go on in their place.
+        continuations can become hypotheses; the others are there to go on in their place, if any can.
         """
         running: list[Continuation] = []
         finished: list[Hypothesis[Finished]] = []
         for rank, continuation in enumerate(continuations):
-            if len(running) == self.rules.width:
+            is_beyond_pool = rank >= self.rules.width
+            if len(running) == self.rules.width or (is_beyond_pool and output_len >= self.rules.max_output_len):
                 break
             value = finish(continuation)
             if value is None:
                 running.append(continuation)
-            elif rank < self.rules.width:
+            elif not is_beyond_pool:
                 finished.append(Hypothesis(self.rules.score(continuation.cumulative_logprob, output_len), value))
         if not (self.rules.early_stopping is True and self._is_full):
             merged = sorted([*self.pool, *finished], key=lambda hypothesis: -hypothesis.score)

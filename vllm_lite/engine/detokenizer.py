@@ -123,7 +123,10 @@ class Detokenizer:
         text = self._decoder.append(token_id)
         if not check_stop:
             return DetokenizerStep(self._filter.flush() + text, None)
-        return self._search(text)
+        step = self._search(text)
+        if token_id in self._tokenizer.special_ids and text == f" {step.stop}":
+            return self._without_separator(step)
+        return step
 
     def finish(self) -> str:
         """The text still held back, now that nothing follows. Nothing after a stop string."""
@@ -152,6 +155,12 @@ class Detokenizer:
         self._is_stopped = True
         shown = stop if self._params.include_stop_str_in_output else ""
         return DetokenizerStep(step.text + self._filter.flush() + shown, stop)
+
+    def _without_separator(self, step: DetokenizerStep) -> DetokenizerStep:
+        """The space before a special token is there for the token alone: where that is cut off, so is the space."""
+        if self._params.include_stop_str_in_output:
+            return step
+        return DetokenizerStep(step.text.removesuffix(" "), step.stop)
 
     def _search(self, text: str) -> DetokenizerStep:
         step = DetokenizerStep(*self._filter.push(text))

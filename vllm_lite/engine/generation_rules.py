@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_lite.engine.beam_search import num_continuations
+from vllm_lite.engine.beam_search import num_continuations_of_beam
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.errors import RequestError
@@ -47,7 +47,7 @@ class GenerationRules:
     shows_logprobs: bool
     """Whether the caller gets to see them."""
     num_continuations: int
-    """How many next tokens a beam search looks at in each step; 0 for sampling."""
+    """How many next tokens of each beam a beam search looks at; 0 for sampling."""
 
     def currently_banned_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> array[int]:
         """The ids that may not follow `token_ids`, of which the last `num_output_tokens` are output."""
@@ -105,7 +105,7 @@ def make_rules(
         max_sequence_len=max_sequence_len,
         num_logprobs=_num_logprobs(params),
         shows_logprobs=params.logprobs is not None,
-        num_continuations=num_continuations(params.num_candidates, len(eos_ids | params.stop_ids))
+        num_continuations=num_continuations_of_beam(params.num_candidates, len(eos_ids | params.stop_ids))
         if params.use_beam_search
         else 0,
     )

@@ -321,7 +321,7 @@ def _beam_rules(request: Request) -> BeamRules:
     params, rules = request.params, request.sequences[0].rules
     return BeamRules(
         width=params.num_candidates,
-        num_continuations=rules.num_continuations,
+        num_end_ids=len(rules.eos_ids | rules.stop_ids),
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,
         max_output_len=rules.max_sequence_len - len(request.prompt_token_ids),

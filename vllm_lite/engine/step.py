@@ -28,8 +28,8 @@ Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 NO_TOKEN = -1
 """`StepOutput.token_ids` holds this where a row had no finite logit to choose from: that request fails, no other."""
-LOWEST_LOGPROB = -1e30
-"""Stands for everything below, minus infinity included: JSON has no infinities."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for everything below, minus infinity included, as in vLLM's answers: JSON has no infinities."""
 
 
 NO_INTS: Int32Array = np.zeros(0, np.int32)

@@ -47,7 +47,7 @@ def sampled_rows(plan: StepPlan, output: StepOutput) -> list[RowResult]:
         if rules.num_continuations:
             ids, logprobs = output.continuations.token_ids[num_beams], output.continuations.logprobs[num_beams]
             count = rules.num_continuations
-            candidates = Candidates(ids[:count].tolist(), logprobs[:count].tolist(), top)
+            candidates = Candidates(ids[:count], logprobs[:count], top)
             logprob = None
             num_beams += 1
         results.append(RowResult(request, sequence, token_id, logprob, top, candidates))

@@ -39,7 +39,7 @@ def largest_step(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_le
 
 
 def _most_expensive_sampling(token_indices: Int32Array) -> SamplingInput:
-    """Greedy rows and rows with top_k and top_p in turn: each kind is copied out of the logits."""
+    """Greedy rows and rows with top_k and top_p in turn: each kind is copied out of the logits, and so are beams."""
     num_rows = len(token_indices)
     is_greedy = np.arange(num_rows) % 2 == 0
     zeros = np.zeros(num_rows, np.float32)
@@ -59,4 +59,6 @@ def _most_expensive_sampling(token_indices: Int32Array) -> SamplingInput:
         history_prompt_lens=np.zeros(num_rows, np.int32),
         logprob_rows=np.arange(num_rows, dtype=np.int32),
         num_logprobs=np.full(num_rows, 1, np.int32),
+        beam_rows=np.arange(num_rows, dtype=np.int32),
+        num_continuations=np.full(num_rows, 2 * num_rows, np.int32),
     )

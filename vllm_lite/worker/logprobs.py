@@ -25,14 +25,13 @@ def token_logprobs(logits: torch.Tensor, token_ids: Int32Array, num_top: int) ->
     )
 
 
-def best_continuations(logits: torch.Tensor, totals: torch.Tensor, num_best: int) -> Continuations:
+def best_continuations(logprobs: torch.Tensor, num_best: int) -> Continuations:
     """The `num_best` best tokens of each row, as far as the vocabulary has so many.
 
-    logits [N, vocab_size] float32, as the requests have changed them; totals [N, 1] are the logarithms of the sums of
-    the exponentials before that: Hugging Face normalises first, too.
+    logprobs [N, vocab_size] float32, as the requests have changed them.
     """
-    values, ids = _best(logits, num_best)
-    return Continuations(ids.int().cpu().numpy(), (values - totals).cpu().numpy())
+    values, ids = _best(logprobs, num_best)
+    return Continuations(ids.int().cpu().numpy(), values.cpu().numpy())
 
 
 def _best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

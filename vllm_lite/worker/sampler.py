@@ -37,7 +37,8 @@ def sample(workspace: Workspace, shape: StepShape, logits: torch.Tensor, samplin
     nothing but the results, except where top_k or top_p are in use.
     """
     unchanged = _rows_of(logits, sampling.logprob_rows)
-    totals = _rows_of(logits, sampling.beam_rows).logsumexp(dim=1, keepdim=True)
+    if len(sampling.beam_rows):
+        _normalise(logits, sampling.beam_rows)
     is_healthy: torch.Tensor | None = None
     if changes_logits(sampling):
         # A change may hide what is wrong with a row.
@@ -45,8 +46,8 @@ def sample(workspace: Workspace, shape: StepShape, logits: torch.Tensor, samplin
         process_logits(logits, sampling)
     continuations = NO_CONTINUATIONS
     if len(sampling.beam_rows):
-        beams = _rows_of(logits, sampling.beam_rows)
-        continuations = best_continuations(beams, totals, int(sampling.num_continuations.max()))
+        num_best = int(sampling.num_continuations.max())
+        continuations = best_continuations(_rows_of(logits, sampling.beam_rows), num_best)
     token_ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     op.sample(workspace, shape, logits, _parameters(sampling, logits.shape[1]), token_ids)
     if is_healthy is not None:
@@ -56,6 +57,14 @@ def sample(workspace: Workspace, shape: StepShape, logits: torch.Tensor, samplin
     if len(sampling.logprob_rows):
         logprobs = token_logprobs(unchanged, picked[sampling.logprob_rows], int(sampling.num_logprobs.max()))
     return StepOutput(picked, logprobs, continuations)
+
+
+def _normalise(logits: torch.Tensor, rows: Int32Array) -> None:
+    """Makes logprobs of some rows: a beam search changes those, as Hugging Face does. Makes no copy of all logits."""
+    totals = torch.zeros(len(logits), 1, device=logits.device)
+    indices = to_device(rows.astype(np.int64), logits.device)
+    totals[indices] = logits.logsumexp(dim=1, keepdim=True)[indices]
+    logits.sub_(totals)
 
 
 def _rows_of(logits: torch.Tensor, rows: Int32Array) -> torch.Tensor:
