@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 Finished = TypeVar("Finished")
+MOST_EXTREME = 1e150
+"""Of what sums are divided by, either way: scores stay finite and in order."""
 
 
 class Candidates(NamedTuple):
@@ -83,9 +85,6 @@ def penalised(cumulative_logprob: float, output_len: int, length_penalty: float)
     except OverflowError:
         divisor = MOST_EXTREME
     return cumulative_logprob / float(min(max(divisor, 1 / MOST_EXTREME), MOST_EXTREME))
-
-
-MOST_EXTREME = 1e150
 
 
 class BeamSearch(Generic[Finished]):

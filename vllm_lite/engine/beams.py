@@ -11,6 +11,10 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.outputs import CompletionDelta
 
 
+NEW = -1
+"""Index of a candidate that has none yet."""
+
+
 class BeamStep(NamedTuple):
     """What a step made of the beams."""
 
@@ -64,10 +68,6 @@ class Beams:
     def score(self, sequence: Sequence) -> float:
         """What it is compared with others by."""
         return self._rules.score(sequence.cumulative_logprob, sequence.num_output_tokens)
-
-
-NEW = -1
-"""Index of a candidate that has none yet."""
 
 
 def _moved(hypothesis: Hypothesis[CompletionDelta], index: int) -> CompletionDelta:

@@ -112,8 +112,8 @@ class Detokenizer:
     def fork(self) -> Detokenizer:
         """Another one that has come as far."""
         other = copy(self)
+        # The decoder goes on to decode as this one does: tokenizer and parameters are the same for all.
         other._filter, other._decoder = copy(self._filter), self._decoder.fork()
-        # Bound methods are bound to the one that was copied; its tokenizer and parameters are the same.
         return other
 
     def append(self, token_id: int, *, check_stop: bool) -> DetokenizerStep:

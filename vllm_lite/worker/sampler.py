@@ -34,7 +34,7 @@ def sample(workspace: Workspace, shape: StepShape, logits: torch.Tensor, samplin
     """One token id a row, NO_TOKEN for a row whose logits hold a NaN, +inf or no finite value; and what else is wanted.
 
     logits [R, vocab_size] float32, contiguous, R = shape.num_rows; they are changed. On a GPU the host waits for
-    nothing but the results, except where top_k or top_p are in use.
+    nothing but the results, each by itself, except where top_k or top_p are in use.
     """
     unchanged = _rows_of(logits, sampling.logprob_rows)
     if len(sampling.beam_rows):
