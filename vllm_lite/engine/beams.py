@@ -10,7 +10,6 @@ from vllm_lite.engine.beam_search import BeamRules, BeamSearch, Candidates, Cont
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.outputs import CompletionDelta
 
-
 NEW = -1
 """Index of a candidate that has none yet."""
 
