@@ -37,6 +37,35 @@ def test_prompt_and_candidate_are_printed(server: Server, mode: list[str], capsy
     assert capsys.readouterr().out.splitlines() == [f"Prompt: {client.PROMPT!r}", f"Candidate 0: {text!r}"]
 
 
+def test_lines_are_whole_where_there_is_no_terminal(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    assert client.main(["--port", str(server.port), "--max-tokens", "20", "--n", "2", "--use-beam-search"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:13] for line in lines] == ["Prompt: 'San ", "Candidate 0: ", "Candidate 1: "]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--use-beam-search"], "--use-beam-search needs --n of 2 or more, got 1"),
+        (["--use-beam-search", "--n", "2", "--temperature", "0.5"], "leave out --temperature 0.5"),
+        (["--n", "2", "--temperature", "0"], "--temperature 0 has one candidate, got --n 2"),
+        (["--port", "0"], "--port: must be an integer from 1 to 65535, got 0"),
+        (["--max-tokens", "many"], "--max-tokens: must be an integer of at least 1, got many"),
+        (["--temperature", "hot"], "--temperature: must be a number of at least 0, got hot"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_sent(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "answers", lambda *_: pytest.fail("a request was sent"))
+    with pytest.raises(SystemExit):
+        client.main(words)
+    assert message in capsys.readouterr().err
+
+
 def test_a_stream_rewrites_its_lines_on_a_terminal(server: Server) -> None:
     controller, terminal = pty.openpty()
     command = [
