@@ -27,7 +27,7 @@ from scripts.bench.figures import spread
 from scripts.bench.machine import machine
 from scripts.bench.op_cases import Case, OpCases, OpSizes
 from scripts.bench.quiet import Limits, Measured, take_sample, undisturbed
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, program_name
 from vllm_lite.kernels.cpu import CpuKernels, load_cpu_kernels
 from vllm_lite.kernels.topology import physical_cores
 from vllm_lite.ops.workspace import Workspace
@@ -145,7 +145,9 @@ def title_line() -> str:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="scripts/bench_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program_name("scripts.bench_ops"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", help="whose sizes: folder, .gguf file or hub name (default: the default model)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

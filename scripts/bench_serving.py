@@ -38,6 +38,7 @@ from scripts.bench.prompts import PromptMaker, open_tokenizer
 from scripts.bench.protocols import NativeProtocol, OpenAIProtocol, WireProtocol, first_model
 from scripts.bench.rounds import Rounds, spread_text, summary
 from scripts.bench.workloads import Prompt, Workload, absolute_model, engine_options
+from vllm_lite.config import program_name
 from vllm_lite.kernels.topology import physical_cores
 
 WORKLOADS = ("single", "batch", "long", "ready", "idle")
@@ -156,7 +157,9 @@ def chosen_workloads(arguments: argparse.Namespace) -> list[Workload]:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="scripts/bench_serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program_name("scripts.bench_serving"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", help="folder, .gguf file or name on the hub (default: the default model)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

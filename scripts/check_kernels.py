@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from scripts.nvrtc import VERSION, NvrtcError, Usage, compile_source
+from vllm_lite.config import program_name
 from vllm_lite.kernels.cuda import Kernel, read_source
 from vllm_lite.ops.cuda_kernels import every_kernel
 
@@ -77,7 +78,7 @@ def table(reports: Sequence[Report]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 for a problem."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog=program_name("scripts.check_kernels"), description=__doc__)
     parser.add_argument("architectures", nargs="*", metavar="sm_NN", help=f"default: {' '.join(MAX_SHARED_KIB)}")
     chosen = parser.parse_args(arguments).architectures
     if unknown := set(chosen) - set(MAX_SHARED_KIB):

@@ -1,6 +1,7 @@
 """Asks a running server to go on with a prompt, and prints its candidates, as they grow with --stream.
 
-On a terminal a stream rewrites the candidates' lines in place; elsewhere only its last message is printed.
+On a terminal a stream rewrites the candidates' lines in place; elsewhere only its last message is printed, a line for
+each candidate.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from scripts.bench.arguments import add_server, at_least_zero, chosen_server, positive
-from scripts.bench.client import Address
+from scripts.bench.arguments import add_server, at_least_zero, chosen_server, failed, positive
+from scripts.bench.client import Address, no_answer
+from vllm_lite.config import program_name
 
 PROMPT = "San Francisco is a"
 TIMEOUT_S = 300
@@ -25,16 +27,29 @@ LINE_UP_AND_CLEAR = "\x1b[1A\x1b[2K"
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=program_name("scripts.client"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_server(parser)
     parser.add_argument("prompt", nargs="?", default=PROMPT, help="(default: %(default)r)")
     parser.add_argument("--stream", action="store_true", help="print while the text grows")
     parser.add_argument("--n", type=positive, default=1, help="candidates (default: %(default)s)")
-    parser.add_argument("--use-beam-search", action="store_true", help="the n best of a beam search; n of 2 or more")
+    parser.add_argument("--use-beam-search", action="store_true", help="the best of a beam search; --n 2 or more")
     parser.add_argument("--max-tokens", type=positive, default=64, help="new tokens (default: %(default)s)")
     temperature_help = "(default: 0 for one candidate and for beam search, else 1)"
     parser.add_argument("--temperature", type=at_least_zero, help=temperature_help)
     return parser
+
+
+def contradiction(arguments: argparse.Namespace) -> str | None:
+    """What no server can do, in terms of the options."""
+    if arguments.use_beam_search and arguments.n < 2:
+        return f"--use-beam-search needs --n of 2 or more, got {arguments.n}"
+    if arguments.use_beam_search and arguments.temperature:
+        return f"--use-beam-search draws nothing: leave out --temperature {arguments.temperature:g}"
+    if not arguments.use_beam_search and arguments.n > 1 and arguments.temperature == 0:
+        return f"--temperature 0 has one candidate, got --n {arguments.n}: leave one out, or add --use-beam-search"
+    return None
 
 
 def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -113,15 +128,12 @@ def candidate_lines(texts: Sequence[str]) -> list[str]:
     return [f"Candidate {index}: {text!r}" for index, text in enumerate(texts)]
 
 
-def failed(message: str) -> int:
-    """Prints what went wrong; the exit code."""
-    print(f"error: {message}", file=sys.stderr)
-    return 1
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Reads the command line, asks, prints; the exit code."""
-    arguments = make_parser().parse_args(words)
+    parser = make_parser()
+    arguments = parser.parse_args(words)
+    if (message := contradiction(arguments)) is not None:
+        parser.error(message)
     address = chosen_server(arguments)
     print(f"Prompt: {arguments.prompt!r}", flush=True)
     screen, texts = Screen(sys.stdout), list[str]()
@@ -132,10 +144,13 @@ def main(words: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         return failed(str(error))
     except OSError as error:
-        return failed(f"no answer from {address.host}:{address.port}: {error}; is the server running there?")
+        return failed(no_answer(address, error))
     except (http.client.HTTPException, ValueError, LookupError) as error:
         return failed(f"{address.host}:{address.port} does not speak the native protocol: {error!r}")
-    screen.show(candidate_lines(texts), is_last=True)
+    if sys.stdout.isatty():
+        screen.show(candidate_lines(texts), is_last=True)
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in candidate_lines(texts))
     return 0
 
 

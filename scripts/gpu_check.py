@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from scripts.gpu_checks.outcome import Outcome
+from vllm_lite.config import program_name
 
 TIME_LIMIT_S = 350.0
 """Of all checks together."""
@@ -171,7 +172,11 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=program_name("scripts.gpu_check"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, help="folder for gpu_check.json, gpu_check.txt and gpu_check.log")
     parser.add_argument("--only", choices=[check.name for check in CHECKS], help="run one check, in this process")
     parser.add_argument("--result", type=Path, help="with --only: write its outcome to this file")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_lite.config import program_name
 from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.step import NO_LOGPROBS, Continuations, Logprobs, StepInput, StepOutput
@@ -219,7 +220,11 @@ def share_saved_by_candidates(*, num_requests: int, block_size: int, num_candida
 
 def main() -> None:
     """Reads the command line, runs, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=program_name("scripts.kv_report"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--num-requests", type=int, default=1000)
     parser.add_argument("--num-blocks", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=16, choices=[8, 16, 32])

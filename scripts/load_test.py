@@ -19,17 +19,31 @@ from typing import Any
 
 from tqdm import tqdm
 
-from scripts.bench.arguments import add_server, at_least_zero, chosen_server, positive
+from scripts.bench.arguments import (
+    add_server,
+    at_least_zero,
+    chosen_server,
+    failed,
+    output_file,
+    positive,
+    seconds,
+)
+from scripts.bench.client import check_listening
 from scripts.bench.documents import CHARS_PER_TOKEN, read_chunks
 from scripts.bench.load import TIMES, Job, Load, LoadRunner, Outcome, load_figures, poisson_times
 from scripts.bench.load_plot import find_matplotlib, write_plot
 from scripts.bench.prompts import open_tokenizer
+from vllm_lite.config import program_name
 from vllm_lite.errors import StartupError
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=program_name("scripts.load_test"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_server(parser)
     parser.add_argument("--documents", type=Path, required=True, help="folder whose UTF-8 files are the text")
     parser.add_argument("--num-chunks", type=positive, default=128, help="requests to send (default: %(default)s)")
@@ -44,13 +58,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     parser.add_argument("--temperature", type=at_least_zero, default=0.0, help="(default: %(default)s, greedy)")
     eos_help = "generate to the full length, whatever the model says (default: on)"
-    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=eos_help)
+    # Not as an argument, which some versions of Python add a default of their own to.
+    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True).help = eos_help
     timeout_help = "seconds of silence after which a request has failed (default: %(default)s)"
-    parser.add_argument("--timeout", type=at_least_zero, default=120.0, help=timeout_help)
+    parser.add_argument("--timeout", type=seconds, default=120.0, help=timeout_help)
     limit_help = "seconds after which no request is sent (default: %(default)s)"
-    parser.add_argument("--time-limit", type=at_least_zero, default=1800.0, help=limit_help)
-    parser.add_argument("--json", type=Path, help="also write the figures and every request to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw them; needs matplotlib")
+    parser.add_argument("--time-limit", type=seconds, default=1800.0, help=limit_help)
+    parser.add_argument("--json", type=output_file, help="also write the figures and every request to this file")
+    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="also draw them; needs matplotlib")
     return parser
 
 
@@ -117,6 +132,10 @@ def main(words: Sequence[str] | None = None) -> int:
         jobs = make_jobs(arguments)
     except (ValueError, OSError, StartupError) as error:
         parser.error(str(error))
+    try:
+        check_listening(chosen_server(arguments), arguments.timeout)
+    except OSError as error:
+        return failed(str(error))
     load = run(arguments, jobs)
     figures = load_figures(load)
     print(report(figures))

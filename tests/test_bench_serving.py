@@ -402,7 +402,7 @@ def test_an_idle_server_is_watched(
         (["--compare-url", "ftp://example.org"], "--compare-url must be like"),
         (["--output-len", "1"], "--output-len must be at least 2"),
         (["--contenders", "engine,other"], "other unknown; there are engine"),
-        (["--pairs", "0"], "must be at least 1"),
+        (["--pairs", "0"], "must be an integer of at least 1, got 0"),
     ],
     ids=["no pid", "no http", "one token", "unknown", "no rounds"],
 )

@@ -30,6 +30,25 @@ def test_context_is_the_checkpoints_or_less() -> None:
         make_parts(model=folder, max_model_len=129)
 
 
+def test_a_context_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
+    folder = copy_checkpoint(cached_checkpoint("llama"), tmp_path / "model")
+    edit_json(folder / "config.json", max_position_embeddings=1)
+    with pytest.raises(StartupError, match="the checkpoint's context of 1 token has no room"):
+        make_parts(model=str(folder))
+    assert make_parts(model=str(cached_checkpoint("llama")), max_model_len=2).settings.max_model_len == 2
+
+
+def test_logprobs_of_more_tokens_than_there_are_mean_all(caplog: pytest.LogCaptureFixture) -> None:
+    parts = make_parts(model=str(cached_checkpoint("llama")), max_logprobs=100_000)
+    vocab_size = parts.model.vocab_size
+    assert parts.settings.max_logprobs == vocab_size
+    assert f"--max-logprobs 100000 is more than the vocabulary has tokens: {vocab_size} are meant" in caplog.text
+    params = SamplingParams(max_tokens=1, logprobs=vocab_size, ignore_eos=True)
+    parts.engine.add_request("id", None, [1, 2, 3], params)
+    [delta] = parts.engine.step(parts.executor)
+    assert delta.outputs[0].logprobs is not None and len(delta.outputs[0].logprobs[0]) == vocab_size
+
+
 def test_dynamic_rope_goes_beyond_its_length_when_asked() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     folder = str(cached_checkpoint("llama", rope_parameters=rope))

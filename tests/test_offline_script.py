@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_it_has_prompts_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "/absent/model"], "/absent/model"),
         (["--file", "/absent/prompts"], "/absent/prompts"),
         (["--top-p", "3"], "top_p must be in (0, 1], got 3.0"),
+        (["--engine", '{"self": 1}'], "unknown option 'self'"),
         (["--engine", '{"dtyp": "half"}'], "unknown option 'dtyp'; the nearest known one is 'dtype'"),
         (["x" * 500], "prompts[0]: prompt must leave room"),
     ],
@@ -49,8 +51,25 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
     assert error.startswith("error: ") and message in error
 
 
-def test_engine_options_must_be_an_object(capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("[1]", "{"):
-        with pytest.raises(SystemExit):
-            offline_inference.main(["--engine", text])
-        assert "--engine" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--engine", "[1]"], "--engine: must be a JSON object, got '[1]'"),
+        (["--engine", "{bad"], "--engine: must be a JSON object, got '{bad': Expecting property name"),
+        (["--engine", "[" * 100_000], "--engine: must be a JSON object"),
+        (["--engine", '{"model": "x"}', "--model", "y"], "--model y and --engine with a 'model' of its own"),
+    ],
+    ids=["list", "no JSON", "too deep", "two models"],
+)
+def test_engine_options_must_be_an_object_without_a_second_model(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        offline_inference.main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_the_model_may_be_one_of_the_engine_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = json.dumps({"model": str(cached_checkpoint()), "dtype": "float32", "num_kv_blocks": 64})
+    assert offline_inference.main(["--engine", options, "--max-tokens", "2", "Hi"]) == 0
+    assert capsys.readouterr().out.startswith("Prompt: 'Hi', text: ")

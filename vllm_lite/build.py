@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_lite.config import INT32_MAX, EngineConfig, ModelConfig
+from vllm_lite.config import INT32_MAX, LEAST_CONTEXT, EngineConfig, ModelConfig
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
 from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
@@ -127,7 +127,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         **plan.step_sizes,
         block_size=plan.block_size,
         num_blocks=num_blocks,
-        max_logprobs=config.max_logprobs,
+        max_logprobs=choose_max_logprobs(config, plan.model),
         enable_prefix_caching=config.enable_prefix_caching,
         vocab_size=plan.model.vocab_size,
         eos_token_ids=_end_ids(plan.model, tokenizer.result()),
@@ -196,6 +196,11 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     Only dynamic RoPE scaling is made for contexts beyond the checkpoint's length.
     """
     longest = derived_max_model_len(model)
+    if longest < LEAST_CONTEXT:
+        raise StartupError(
+            f"the checkpoint's context of {longest} token has no room for a prompt and an answer, which need at least "
+            f"{LEAST_CONTEXT}: correct its config.json, or name another model with --model."
+        )
     if config.max_model_len is None:
         return longest
     if model.rope.kind == "dynamic":
@@ -206,6 +211,17 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"set it to {longest} or less, or leave it out."
         )
     return config.max_model_len
+
+
+def choose_max_logprobs(config: EngineConfig, model: ModelConfig) -> int:
+    """`--max-logprobs`, or as many as there are tokens."""
+    if config.max_logprobs > model.vocab_size:
+        logger.warning(
+            "--max-logprobs %d is more than the vocabulary has tokens: %d are meant",
+            config.max_logprobs,
+            model.vocab_size,
+        )
+    return min(config.max_logprobs, model.vocab_size)
 
 
 def _warm_up(runner: ModelRunner, plan: _Plan, capture: Capture | None) -> None:

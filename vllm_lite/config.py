@@ -24,6 +24,8 @@ Config = TypeVar("Config", "EngineConfig", "ServerConfig")
 INT32_MAX = 2**31 - 1
 """Lengths, positions and numbers of blocks are int32 everywhere."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+LEAST_CONTEXT = 2
+"""One token of a prompt and one of its answer."""
 ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://[^/\s]+/?")
 NO_EFFECT = (
     "swap_space",
@@ -60,7 +62,7 @@ class EngineConfig:
     max_model_len: int | None = _option(
         None,
         "most tokens of a prompt and its answer together (default: the checkpoint's)",
-        at_least=1,
+        at_least=LEAST_CONTEXT,
         at_most=INT32_MAX,
     )
     worker_use_ray: bool = _option(False, "refused: this engine runs without ray")
@@ -81,7 +83,9 @@ class EngineConfig:
     )
     max_num_seqs: int = _option(256, "most sequences running at a time", at_least=1, at_most=INT32_MAX)
     max_paddings: int = _option(256, "accepted without effect: nothing is padded")
-    max_logprobs: int = _option(20, "largest value of logprobs and prompt_logprobs", at_least=0)
+    max_logprobs: int = _option(
+        20, "largest value of logprobs and prompt_logprobs; no more than the vocabulary", at_least=0
+    )
     enable_prefix_caching: bool = _option(True, "reuse the KV blocks of prompts that begin alike")
     disable_log_stats: bool = _option(False, "no line with statistics every 10 seconds")
     quantization: str | None = _option(None, "refused: no quantisation but GGUF's is supported yet", short="-q")
@@ -277,9 +281,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_command_line(arguments: list[str]) -> tuple[EngineConfig, ServerConfig]:
     """Reads a command line; `-` and `_` mean the same inside the name of a flag. Raises StartupError."""
     parser = _Parser(
-        prog="python -m vllm_lite.entrypoints.api_server",
+        prog=program_name("vllm_lite.entrypoints.api_server"),
         description="Serves a language model over the native POST /generate protocol.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     for cls in (EngineConfig, ServerConfig):
@@ -301,6 +304,11 @@ def options_table() -> str:
             default = "" if f.default in (None, ()) else f"`{f.default}`"
             rows.append(f"| {name} | {default} | {f.metadata['help']}{choices} |")
     return "\n".join(rows)
+
+
+def program_name(module: str) -> str:
+    """What was typed to run a module: the script that says so, else `python -m`."""
+    return os.environ.get("VLLM_LITE_PROGRAM") or f"python -m {module}"
 
 
 def hub_is_offline() -> bool:
@@ -353,15 +361,15 @@ def _split_commas(text: str) -> tuple[str, ...]:
 
 def _add_flag(parser: argparse.ArgumentParser, f: dataclasses.Field[Any], kind: Any) -> None:
     names = [flag_of(f.name)] + ([f.metadata["short"]] if f.metadata["short"] else [])
-    help_text = f.metadata["help"].replace("%", "%%")
-    common: dict[str, Any] = {"dest": f.name, "default": f.default, "help": help_text}
+    more: dict[str, Any] = {"type": kind}
     if kind is bool:
-        action: Any = argparse.BooleanOptionalAction if f.default else "store_true"
-        parser.add_argument(*names, action=action, **common)
+        more = {"action": argparse.BooleanOptionalAction if f.default else "store_true"}
     elif get_origin(kind) is Literal:
         choices = get_args(kind)
-        parser.add_argument(*names, type=type(choices[0]), choices=choices, **common)
+        more = {"type": type(choices[0]), "choices": choices}
     elif get_origin(kind) is tuple:
-        parser.add_argument(*names, type=_split_commas, **common)
-    else:
-        parser.add_argument(*names, type=kind, **common)
+        more = {"type": _split_commas}
+    added = parser.add_argument(*names, dest=f.name, default=f.default, **more)
+    # Not as an argument, which some versions of Python add a default of their own to.
+    default = "" if f.default in (None, ()) else f" (default: {f.default})"
+    added.help = (f.metadata["help"] + default).replace("%", "%%")

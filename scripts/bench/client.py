@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import re
 import selectors
 import socket
 import time
@@ -51,7 +52,10 @@ class Response:
         status_line, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         start = len(head) + len(separator)
-        if status_line.split(" ")[1] != "200":
+        version, _, status = status_line.partition(" ")
+        if not version.startswith("HTTP/"):
+            raise RuntimeError(f"the server does not speak HTTP, it answered {status_line[:200]!r}")
+        if status.partition(" ")[0] != "200":
             raise RuntimeError(f"the server answered {status_line!r}: {raw[start:][:500].decode(errors='replace')}")
         if headers.get("transfer-encoding", "").lower() == "chunked":
             return self._chunks(raw, start)
@@ -72,7 +76,7 @@ class Response:
         chunks: TimedBytes = []
         while True:
             line_end = raw.find(b"\r\n", position)
-            size = int(raw[position:line_end].split(b";")[0], 16) if line_end >= 0 else 0
+            size = _chunk_size(raw[position:line_end]) if line_end >= 0 else 0
             start, position = line_end + 2, line_end + 2 + size + 2
             if line_end < 0 or position > len(raw):
                 raise RuntimeError("the server closed the connection in the middle of its answer")
@@ -80,6 +84,13 @@ class Response:
                 return chunks
             time_s, _ = self.received[bisect.bisect_left(ends, start + size)]
             chunks.append((time_s, raw[start : start + size]))
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.split(b";")[0].strip()
+    if not re.fullmatch(rb"[0-9a-fA-F]+", digits):
+        raise RuntimeError(f"the server does not speak HTTP, it began a chunk with {line[:200]!r}")
+    return int(digits, 16)
 
 
 def split_messages(body: TimedBytes, delimiter: bytes) -> TimedBytes:
@@ -105,6 +116,19 @@ def post_bytes(address: Address, path: str, fields: dict[str, Any]) -> bytes:
         "Connection: close",
     ]
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def check_listening(address: Address, timeout_s: float) -> None:
+    """Raises OSError that says so where nobody does."""
+    try:
+        socket.create_connection((address.host, address.port), timeout_s).close()
+    except (OSError, UnicodeError) as error:
+        raise OSError(no_answer(address, error)) from error
+
+
+def no_answer(address: Address, error: Exception) -> str:
+    """What to say of a server that cannot be reached."""
+    return f"no answer from {address.host}:{address.port}: {error}; is the server running there?"
 
 
 def exchange(address: Address, requests: Sequence[bytes], timeout_s: float = TIMEOUT_S) -> list[Response]:

@@ -109,7 +109,7 @@ class LoadRunner:
 
     def _send(self, job: Job) -> Outcome | None:
         if job.due_s is not None:
-            self._is_over.wait(max(0.0, job.due_s - self._now_s()))
+            self._is_over.wait(min(max(0.0, job.due_s - self._now_s()), threading.TIMEOUT_MAX))
         if self._is_over.is_set():
             return None
         sent_s = self._now_s()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from scripts.bench.figures import PERCENTILES
 from scripts.bench.load import TIMES, Load, milliseconds
 
-MISSING = "--plot needs matplotlib: pip install matplotlib, or install this project with its extra `plot`"
+MISSING = f"--plot needs matplotlib, which is not installed: {sys.executable} -m pip install 'matplotlib>=3.7'"
 MAX_BINS = 60
 LEAST_BIN_S = 0.1
 ROOM_FOR_LEGEND = 1.25

@@ -41,13 +41,22 @@ class NativeProtocol:
     def read(self, body: TimedBytes, output_len: int, *, is_stream: bool) -> Answer:
         """A stream has a message for each token; a whole answer does not say how many tokens it has."""
         if not is_stream:
-            answer = json.loads(b"".join(data for _, data in body))
-            if not answer["text"][0]:
+            if not _text(b"".join(data for _, data in body)):
                 raise RuntimeError("the answer has no text")
             return Answer(output_len, [])
         both_ends = [(time_s, data.replace(b"\n", b"\0")) for time_s, data in body]  # JSON itself has neither
-        times = [time_s for time_s, _ in split_messages(both_ends, b"\0")]
-        return Answer(len(times), times)
+        messages = split_messages(both_ends, b"\0")
+        for _, last in messages[-1:]:
+            _text(last)
+        return Answer(len(messages), [time_s for time_s, _ in messages])
+
+
+def _text(message: bytes) -> str:
+    """The first candidate's. Raises RuntimeError where this is no message of the native protocol."""
+    try:
+        return str(json.loads(message)["text"][0])
+    except (ValueError, LookupError, TypeError) as error:
+        raise RuntimeError(f"this is no message of the native protocol: {message[:200]!r}") from error
 
 
 @dataclass(frozen=True)

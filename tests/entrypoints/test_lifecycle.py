@@ -113,6 +113,15 @@ def test_requests_beyond_the_grace_time_end_cleanly() -> None:
         assert "Traceback" not in server.log
 
 
+def test_an_answer_of_several_candidates_that_is_cut_off_is_no_answer() -> None:
+    with running_server("--shutdown-grace-s", "0.1") as server:
+        with requests_in_flight(server, {**ENDLESS, "n": 3}) as [answer]:
+            server.signal(signal.SIGTERM)
+            assert answer.result(30).status == 503
+            assert server.wait() == 0
+        assert ", abort x 3" in server.log
+
+
 def test_stalled_reader_does_not_hold_the_exit() -> None:
     with running_server("--shutdown-grace-s", "0.2") as server, server.connect() as stalled:
         stalled.sendall(generate_bytes({"prompt": "x" * 100_000, "stream": True, "max_tokens": 100_000}))

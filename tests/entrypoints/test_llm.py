@@ -69,6 +69,19 @@ class SlowExecutor(FakeExecutor):
         return super().execute(step)
 
 
+# The start
+
+
+@pytest.mark.parametrize("name", ["asyncio.events.new_event_loop", "vllm_lite.entrypoints.llm.AsyncLLMEngine.start"])
+def test_what_keeps_the_thread_from_starting_is_raised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(name, fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        fake_llm(monkeypatch, FakeExecutor())
+
+
 # Order, count, reuse
 
 

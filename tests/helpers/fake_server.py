@@ -112,9 +112,9 @@ class FakeEngine:
             if not self.is_alive:
                 raise EngineDeadError("the engine is dead.")
             if self._must_end.is_set():
-                yield _delta(request_id, "", (), "abort")
+                yield _delta(request_id, params.n, "", (), "abort")
                 return
-            yield _delta(request_id, piece, (k,), "length" if k + 1 == params.max_tokens else None)
+            yield _delta(request_id, params.n, piece, (k,), "length" if k + 1 == params.max_tokens else None)
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,12 @@ class FakeModel:
     model_name: str = "fake"
 
 
-def _delta(request_id: str, text: str, token_ids: tuple[int, ...], reason: FinishReason | None) -> RequestDelta:
-    return RequestDelta(request_id, (CompletionDelta(0, text, token_ids, reason),), finished=reason is not None)
+def _delta(
+    request_id: str, num_candidates: int, text: str, token_ids: tuple[int, ...], reason: FinishReason | None
+) -> RequestDelta:
+    """All candidates are alike."""
+    outputs = tuple(CompletionDelta(index, text, token_ids, reason) for index in range(num_candidates))
+    return RequestDelta(request_id, outputs, finished=reason is not None)
 
 
 def run(arguments: list[str]) -> int:

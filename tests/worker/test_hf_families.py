@@ -51,6 +51,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any]]] = [
     (OPT, {"max_position_embeddings": 32, "activation_function": "gelu_new", "word_embed_proj_dim": 24}),
     (BLOOM, {"layer_norm_epsilon": 1e-3, "n_inner": None}),
     (BLOOM, {"n_embed": 96, "num_attention_heads": 12}),
+    (BLOOM, {"n_embed": None, "hidden_size": 96, "num_attention_heads": 12}),
     (NEOX, {"max_position_embeddings": 32, "hidden_act": "gelu_fast", "layer_norm_eps": 1e-3}),
     (NEOX, {"rotary_pct": 0.5, "rotary_emb_base": 500}),
     (NEOX, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),

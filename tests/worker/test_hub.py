@@ -103,6 +103,21 @@ def test_a_cached_model_is_found_without_any_connection(
     assert len(load_tensors(NAME, download_dir=config.download_dir)) == 30
 
 
+@pytest.mark.parametrize("name", ["nope.gguf", "org/nope.gguf", "folder/nope", "./nope", "folder/deep/nope"])
+@pytest.mark.parametrize("flag", ["--model", "--tokenizer"])
+def test_a_path_to_nothing_is_named_and_nobody_asked(
+    flag: str, name: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_connections(monkeypatch)
+    (home / "folder").mkdir()
+    monkeypatch.chdir(home)
+    model = str(cached_checkpoint())
+    config = EngineConfig(model=name) if flag == "--model" else EngineConfig(model=model, tokenizer=name)
+    with pytest.raises(StartupError, match=f"^{flag} '{name}': there is no such file or folder .*{home}") as caught:
+        tokenizer_path(config, open_checkpoint(config))
+    assert "hub cannot be reached" not in str(caught.value)
+
+
 @pytest.mark.parametrize("revision", ["main", "v1.0", COMMIT])
 def test_a_revision_may_be_a_branch_a_tag_or_a_commit(
     revision: str, home: Path, monkeypatch: pytest.MonkeyPatch

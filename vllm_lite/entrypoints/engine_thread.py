@@ -16,18 +16,23 @@ from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
 from vllm_lite.errors import EngineDeadError
 
 Value = TypeVar("Value")
+Started = Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
+"""The loop of the thread, and what tells it to stop; or why there is none."""
 
 
 class EngineThread:
-    """Runs coroutines beside an engine. All methods are thread-safe."""
+    """Runs coroutines beside an engine. All methods are thread-safe.
+
+    Raises what keeps the thread, its loop or the engine from starting.
+    """
 
     def __init__(self, engine: AsyncLLMEngine) -> None:
         self._engine: AsyncLLMEngine | None = engine
         """None once it has been told to stop, so that the model's memory is free."""
         self._lock = threading.Lock()
-        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        started: Started = Future()
         # A daemon, for the interpreter waits for all others before it tells anybody to stop.
-        self._thread = threading.Thread(target=lambda: asyncio.run(_serve(engine, started)), name="engine", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(engine, started), name="engine", daemon=True)
         self._thread.start()
         self._loop, self._must_stop = started.result()
 
@@ -49,7 +54,18 @@ class EngineThread:
             self._thread.join()
 
 
-async def _serve(engine: AsyncLLMEngine, started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+def _run(engine: AsyncLLMEngine, started: Started) -> None:
+    serving = _serve(engine, started)
+    try:
+        asyncio.run(serving)
+    except BaseException as error:
+        serving.close()  # has not begun where there is no loop to run it on
+        if started.done():
+            raise
+        started.set_exception(error)  # for whoever waits until the thread is ready
+
+
+async def _serve(engine: AsyncLLMEngine, started: Started) -> None:
     must_stop = asyncio.Event()
     engine.start()
     started.set_result((asyncio.get_running_loop(), must_stop))

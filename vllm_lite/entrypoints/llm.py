@@ -47,7 +47,7 @@ class LLM:
     loaded until `close`, which the ends of a `with` block, of the object and of the process call.
     """
 
-    def __init__(self, model: str | None = None, tokenizer: str | None = None, **options: Any) -> None:
+    def __init__(self, /, model: str | None = None, tokenizer: str | None = None, **options: Any) -> None:
         config = config_from_keywords(EngineConfig, {"model": model, "tokenizer": tokenizer, **options})
         if ignored := _fields_without_effect(config):
             logger.warning("accepted without effect: %s", ", ".join(ignored))

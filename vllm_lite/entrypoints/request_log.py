@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -12,7 +13,7 @@ from aiohttp import web
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import RequestError
-from vllm_lite.outputs import RequestDelta
+from vllm_lite.outputs import FinishReason, RequestDelta, continued
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self.prompt = ""
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
-        self._finish_reason = "unfinished"
+        self._finish_reasons: dict[int, FinishReason | None] = {}
+        """Of each candidate, None while it is being generated."""
         self._arrival_s = time.monotonic()
         self._admission_s: float | None = None
         self._first_token_s: float | None = None
@@ -42,14 +44,14 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         if num_tokens and self._first_token_s is None:
             self._first_token_s = time.monotonic()
         self._num_output_tokens += num_tokens
-        reasons = [output.finish_reason for output in delta.outputs if output.finish_reason]
-        if reasons:
-            self._finish_reason = ", ".join(reasons)
+        self._finish_reasons = continued(self._finish_reasons, delta, lambda: None, lambda reason: reason)
+        for output in delta.outputs:
+            self._finish_reasons[output.index] = output.finish_reason
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the engine ended the request before it was done."""
-        return self._finish_reason == "abort"
+        """Whether the engine ended the request before all of its candidates were done."""
+        return "abort" in self._finish_reasons.values()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -71,7 +73,9 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
 
     def _reason(self, error: BaseException | None) -> str:
         if error is None:
-            return self._finish_reason
+            counts = Counter(reason for reason in self._finish_reasons.values() if reason is not None)
+            words = [reason if count == 1 else f"{reason} x {count}" for reason, count in counts.items()]
+            return ", ".join(words) or "unfinished"
         if isinstance(error, (asyncio.CancelledError, ConnectionError)):
             return "client left"
         outcome = "refused" if isinstance(error, (RequestError, web.HTTPException)) else "failed"

@@ -41,9 +41,9 @@ class Family:
     qk_norm: bool = False
 
     def key(self, setting: str, values: ConfigValues) -> str:
-        """The spelling of a setting in this file; the usual one where it is missing."""
+        """The spelling of a setting in this file; the usual one where it is missing or null."""
         spellings = self.keys.get(setting, (setting,))
-        return next((spelling for spelling in spellings if spelling in values), spellings[0])
+        return next((spelling for spelling in spellings if values.get(spelling) is not None), spellings[0])
 
 
 def _gpt2(values: ConfigValues) -> dict[str, Any]:

@@ -42,15 +42,25 @@ def default_model_path() -> Path:
 
 
 def local_path(name: str, flag: str) -> Path | None:
-    """The file or folder that `name` means, None where it may be a hub name. StartupError for a path to nothing."""
+    """The file or folder that `name` means, None where it may be a hub name.
+
+    Raises StartupError for a path to nothing: what no repository can be called, ends in .gguf, or begins with a folder
+    that is here.
+    """
     try:
         path = Path(name).expanduser() if name.startswith("~") else Path(name)
         if name and path.exists():
             return path.absolute()
+        is_in_local_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # too long, not ours to look into, no such user
         raise StartupError(f"{flag} {name!r} cannot be looked up ({error}).") from error
-    if not REPO_ID.fullmatch(name):
+    if not REPO_ID.fullmatch(name) or name.endswith(".gguf"):
         raise StartupError(f"{flag} {name!r}: there is no such file or folder (looked from {Path.cwd()}).")
+    if is_in_local_folder:
+        raise StartupError(
+            f"{flag} {name!r}: there is no such file or folder in {path.parent.absolute()}. If a repository of the hub "
+            "is meant, start from another folder."
+        )
     return None
 
 
