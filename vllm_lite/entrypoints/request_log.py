@@ -13,7 +13,7 @@ from aiohttp import web
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import RequestError
-from vllm_lite.outputs import FinishReason, RequestDelta, continued
+from vllm_lite.outputs import FinishReason, RequestDelta
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         if num_tokens and self._first_token_s is None:
             self._first_token_s = time.monotonic()
         self._num_output_tokens += num_tokens
-        self._finish_reasons = continued(self._finish_reasons, delta, lambda: None, lambda reason: reason)
+        if any(output.parent is not None for output in delta.outputs):  # it has all the candidates there are now
+            self._finish_reasons.clear()
         for output in delta.outputs:
             self._finish_reasons[output.index] = output.finish_reason
 
