@@ -353,3 +353,28 @@ def test_random_mixes_leave_nothing_behind(seed: int) -> None:
         check_engine(engine)
     assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
     assert not engine._beams
+
+
+def test_beams_that_lack_only_their_last_tokens_go_on_at_once() -> None:
+    """All but these are in blocks that are still there, so that nothing is left to be computed before them."""
+    params = beams(3, ignore_eos=True, max_tokens=20)
+    expected = outcome(run_alone(params))
+    run = Run(make_engine(), FakeExecutor())
+    run.add("r", PROMPT, params)
+    request = run.engine._requests["r"]
+    while request.sequences[0].num_tokens % 8 != 1 or request.sequences[0].num_output_tokens < 9:
+        run.step()
+    assert len(request.sequences) == 3
+    run.engine._scheduler._preempt(request)
+    run.step()
+    assert run.executor.steps[-1].shape.num_tokens == 3
+    assert outcome(run.finish()["r"]) == expected
+
+
+@pytest.mark.parametrize("length_penalty", [1e308, -1e308, 1e-300, 400.0, -400.0])
+def test_extreme_length_penalties_leave_scores_finite(length_penalty: float) -> None:
+    run = Run(make_engine(), FakeExecutor())
+    run.add("r", PROMPT, beams(3, length_penalty=length_penalty, stop_token_ids=list(range(60)), max_tokens=8))
+    while run.engine.has_unfinished:
+        for delta in run.engine.step(run.executor):
+            assert all(math.isfinite(output.score) for output in delta.outputs)
