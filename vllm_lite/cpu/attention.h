@@ -30,7 +30,7 @@ namespace {
 
 constexpr int64_t PARTITION = 256;
 constexpr int64_t TILE_ROWS = 48;
-// From one row's scores to the next one's: rows a power of 2 apart would fall on the same few lines of the first-level cache.
+// From one row's scores to the next one's: rows a power of 2 apart would fall on the same few lines of the nearest cache.
 constexpr int64_t ROW_STRIDE = PARTITION + 32;
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t NEAREST_CACHE_BYTES = 32 * 1024;

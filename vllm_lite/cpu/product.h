@@ -60,7 +60,8 @@ INLINE void multiply_rows(int rows, const Operand<T>* x, int64_t x_stride, const
                           float* tile, int tile_stride) {
   if constexpr (ROWS > 0) {
     if (rows == ROWS)
-      multiply_panels<T, ROWS, (MOST < max_panels(ROWS) ? MOST : max_panels(ROWS))>(x, x_stride, source, 0, num_panels, tile, tile_stride);
+      multiply_panels<T, ROWS, (MOST < max_panels(ROWS) ? MOST : max_panels(ROWS))>(x, x_stride, source, 0, num_panels,
+                                                                                    tile, tile_stride);
     else
       multiply_rows<T, MOST, ROWS - 1>(rows, x, x_stride, source, num_panels, tile, tile_stride);
   }

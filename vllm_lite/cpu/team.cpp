@@ -38,7 +38,8 @@ int64_t now_ns() {
 
 class Team {
  public:
-  Team(int num_threads, int64_t scratch_bytes, const int32_t* cpus) : num_threads_(num_threads), scratch_bytes_(scratch_bytes) {
+  Team(int num_threads, int64_t scratch_bytes, const int32_t* cpus)
+      : num_threads_(num_threads), scratch_bytes_(scratch_bytes) {
     workers_.reserve(num_threads);
     for (int thread = 0; thread < num_threads; ++thread) {
       void* scratch = nullptr;
