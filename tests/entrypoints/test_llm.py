@@ -29,6 +29,7 @@ from tests.helpers.tokenizers import make_tokenizer
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.entrypoints import llm as llm_module
+from vllm_lite.entrypoints.engine_thread import EngineThread
 from vllm_lite.errors import EngineDeadError, RequestFailedError, StartupError
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 160, "block_size": 8, "num_threads": 1}
@@ -330,6 +331,23 @@ def test_ctrl_c_aborts_what_runs_and_leaves_the_object_usable(monkeypatch: pytes
     finally:
         interrupter.join()
         signal.signal(signal.SIGINT, previous)
+
+
+def test_ctrl_c_between_a_call_s_start_and_the_wait_for_it_aborts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = EngineThread.submit
+
+    def interrupted(thread: EngineThread, call: Any) -> Any:
+        submit(thread, call)
+        raise KeyboardInterrupt
+
+    with fake_llm(monkeypatch, SlowExecutor()) as llm:
+        monkeypatch.setattr(EngineThread, "submit", interrupted)
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["a", "b"] * 40, greedy(max_tokens=400))
+        monkeypatch.setattr(EngineThread, "submit", submit)
+        assert_idle(llm)
+        assert len(token_ids(llm.generate("a", greedy()))[0]) == 30
 
 
 def test_calls_of_two_threads_run_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
@@ -43,6 +45,16 @@ class EngineThread:
                 raise EngineDeadError("This LLM has been closed; make a new one.")
             return asyncio.run_coroutine_threadsafe(call(self._engine), self._loop)
 
+    def run(self, call: Callable[[AsyncLLMEngine], Coroutine[Any, Any, Value]]) -> Value:
+        """What `call(engine)` returns or raises. If this thread is interrupted, at whatever moment, the call ends."""
+        outcome: Future[Value] = Future()  # before there is a call that could go on without it
+        try:
+            self.submit(partial(_settle, call=call, outcome=outcome))
+            return outcome.result()
+        except BaseException:
+            outcome.cancel()  # without effect but where this thread was interrupted
+            raise
+
     def stop(self) -> None:
         """Ends the engine, what runs on it with an EngineDeadError, and the thread. Harmless when repeated."""
         with self._lock:
@@ -52,6 +64,27 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._must_stop.set)
         if threading.current_thread() is not self._thread:  # as where the last reference was dropped on the loop
             self._thread.join()
+
+
+async def _settle(
+    engine: AsyncLLMEngine, *, call: Callable[[AsyncLLMEngine], Coroutine[Any, Any, Value]], outcome: Future[Value]
+) -> None:
+    """Runs a call into its outcome. Cancelling that cancels the call, from before its beginning to its end."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(call(engine))
+
+    def leave(settled: Future[Value]) -> None:
+        if settled.cancelled():
+            loop.call_soon_threadsafe(task.cancel)
+
+    outcome.add_done_callback(leave)
+    await asyncio.wait([task])  # does not raise what the call raised
+    with suppress(InvalidStateError):  # nobody waits for it any more
+        if task.cancelled():
+            outcome.cancel()
+        elif (error := task.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
 
 
 def _run(engine: AsyncLLMEngine, started: Started) -> None:

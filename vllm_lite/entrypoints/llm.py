@@ -79,12 +79,7 @@ class LLM:
         closed.
         """
         checked = check_prompts(prompts, sampling_params, prompt_token_ids)
-        future = self._thread.submit(self._call(checked, use_tqdm))
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # without effect but where this thread was interrupted
-            raise
+        return self._thread.run(self._call(checked, use_tqdm))
 
     async def generate_async(
         self,
