@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.engine.test_async_llm_engine import NotFinite, collect
-from tests.helpers.engine_fakes import EOS, FailingExecutor, FakeExecutor, Run, greedy, make_engine
+from tests.engine.test_async_llm_engine import GatedTokenizer, NotFinite, collect, wait_for
+from tests.helpers.engine_fakes import EOS, SETTINGS, FailingExecutor, FakeExecutor, Run, greedy, make_engine
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
 from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.statistics import BOUNDS_S, EngineStats, StepClock, TimeHistogram
@@ -92,12 +92,13 @@ def test_a_request_counts_once_however_many_candidates_it_has(params: SamplingPa
     assert min(times.sum_s for times in stats.step_times.values()) > 0
 
 
-def test_a_candidate_that_was_cut_off_makes_the_reason_of_its_request() -> None:
-    class SecondStops(FakeExecutor):
+@pytest.mark.parametrize("stopping", [0, 1])
+def test_a_candidate_that_was_cut_off_makes_the_reason_of_its_request(stopping: int) -> None:
+    class OneStops(FakeExecutor):
         def choose(self, step: StepInput, row: int, context: object) -> int:
-            return EOS if row == 1 else 65
+            return EOS if step.sampling.num_rows == 2 and row == stopping else 65
 
-    run = Run(make_engine(), SecondStops())
+    run = Run(make_engine(), OneStops())
     run.add("r", "abc", SamplingParams(n=2, max_tokens=3))
     (output,) = run.finish().values()
     assert sorted(str(candidate.finish_reason) for candidate in output.outputs) == ["length", "stop"]
@@ -188,3 +189,18 @@ def test_times_begin_with_the_arrival_and_the_queue() -> None:
     stats = engine.stats()
     assert 1000 <= stats.first_token_times.sum_s < stats.end_to_end_times.sum_s
     assert max(stats.queue_times.sum_s, stats.inter_token_times.sum_s) < 100
+
+
+async def test_tokenising_is_part_of_the_time_to_the_first_token() -> None:
+    tokenizer = GatedTokenizer()
+    engine = AsyncLLMEngine(LLMEngine(SETTINGS, tokenizer), FakeExecutor())
+    engine.start()
+    task = asyncio.create_task(collect(engine, "r", "abc", greedy(max_tokens=2)))
+    await wait_for(tokenizer.has_begun)
+    begin_s = time.monotonic()
+    await asyncio.sleep(0.05)
+    tokenising_s = time.monotonic() - begin_s
+    tokenizer.may_end.set()
+    assert len(await task) == 2
+    assert engine.stats().first_token_times.sum_s > tokenising_s
+    await engine.stop()
