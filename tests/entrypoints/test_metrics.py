@@ -79,10 +79,10 @@ class Service:
 
 
 @asynccontextmanager
-async def running() -> AsyncGenerator[Service, None]:
+async def running(model_name: str = "tiny") -> AsyncGenerator[Service, None]:
     executor = Executor()
     engine = AsyncLLMEngine(make_engine(), executor)
-    server = TestServer(Api(engine, "tiny", ServerState(), EngineConfig(), ServerConfig()).make_app())
+    server = TestServer(Api(engine, model_name, ServerState(), EngineConfig(), ServerConfig()).make_app())
     await server.start_server()
     engine.start()
     async with TestClient(server) as client:
@@ -193,6 +193,11 @@ async def test_labels_name_the_model_and_do_not_grow() -> None:
             await service.post({"prompt": f"{number} x", "max_tokens": 2, "n": 2, "temperature": 1})
             await service.post({"prompt": f"{number}!"})
         assert [(sample.name, sample.labels) for sample in await service.samples()] == before
+
+
+async def test_any_folder_can_be_the_name_of_a_model() -> None:
+    async with running('/models/\udcff"\n\\') as service:
+        assert {sample.labels["model_name"] for sample in await service.samples()} == {'/models/?"\n\\'}
 
 
 async def test_the_readme_lists_all_metrics_with_their_kinds() -> None:

@@ -1,6 +1,6 @@
 """`GET /metrics`: the engine's counts as Prometheus text, read at the moment of the request.
 
-Names are vLLM's with a prefix of our own, and so is the label `model_name`, by which its dashboards choose.
+Names are vLLM's but for the prefix, and so is the label `model_name`, by which its dashboards choose.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EngineCollector(Collector):
 
     def __init__(self, engine: ServedEngine, model_name: str) -> None:
         self._engine = engine
-        self._model_name = model_name
+        self._model_name = model_name.encode(errors="replace").decode()  # a folder's name may be any bytes
 
     def collect(self) -> Iterable[Metric]:
         """One sample a metric, or one for each value of its label."""
