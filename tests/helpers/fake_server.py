@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.entrypoints.launch import main
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, FinishReason, RequestDelta
@@ -64,8 +65,8 @@ class FakeEngine:
                 return
             await asyncio.sleep(0.01)
 
-    def stats(self) -> FakeStats:
-        return self._stats
+    def stats(self) -> EngineStats:
+        return EngineStats(**vars(self._stats))
 
     def prompt_token_ids(self, request_id: str) -> Sequence[int]:
         return (1, 2, 3)

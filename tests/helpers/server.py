@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
 REAL = "vllm_lite.entrypoints.api_server"
 FAKE = "tests.helpers.fake_server"
 """The same server, on an engine that plays back a script."""
@@ -89,10 +92,9 @@ class Server:
         return text
 
     def metrics(self) -> dict[str, float]:
-        """The samples of `/metrics`, without the prefix of their names."""
-        lines = self.get("/metrics").body.decode().splitlines()
-        samples = (line.split(" ") for line in lines if not line.startswith("#"))
-        return {name.removeprefix("vllm_lite:"): float(value) for name, value in samples}
+        """The samples of `/metrics`, without the prefix of their names and the label of all, `model_name`."""
+        families = text_string_to_metric_families(self.get("/metrics").body.decode())
+        return {sample_name(sample): sample.value for family in families for sample in family.samples}
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -137,6 +139,12 @@ def run_server(*flags: str, module: str = REAL) -> subprocess.CompletedProcess[s
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=START_TIMEOUT_S, stdin=subprocess.DEVNULL
     )
+
+
+def sample_name(sample: Sample) -> str:
+    """A name and its labels, but for what all have."""
+    labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items() if name != "model_name")
+    return sample.name.removeprefix("vllm_lite:") + (f"{{{labels}}}" if labels else "")
 
 
 def request_bytes(method: str, path: str, body: bytes, *headers: str) -> bytes:

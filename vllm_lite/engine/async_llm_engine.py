@@ -16,8 +16,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from vllm_lite.engine.llm_engine import EngineStats, Executor, LLMEngine
+from vllm_lite.engine.llm_engine import Executor, LLMEngine
 from vllm_lite.engine.sequence import Request
+from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.errors import EngineDeadError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, RequestDelta
@@ -103,7 +104,7 @@ class StatsLog:
                 stats.num_waiting,
                 (stats.num_prompt_tokens - self._start.num_prompt_tokens) / elapsed_s,
                 (stats.num_generated_tokens - self._start.num_generated_tokens) / elapsed_s,
-                100 - 100 * stats.num_free_blocks / stats.num_total_blocks,
+                100 * stats.kv_cache_usage,
                 100 * stats.num_prefix_hit_tokens / max(stats.num_prefix_queried_tokens, 1),
                 stats.num_preemptions,
             )
@@ -184,6 +185,7 @@ class AsyncLLMEngine:
         Raises RequestError for a caller's mistake (before the first delta), RequestFailedError where this request
         failed, EngineDeadError where no request can be served.
         """
+        arrival_time_s = time.monotonic()
         self._check_alive()
         assert request_id not in self._streams, "every request has an id of its own"
         stream = self._streams[request_id] = Stream()
@@ -196,7 +198,7 @@ class AsyncLLMEngine:
                 )
             if not stream.has_ended:
                 stream.request = request
-                self._engine.enqueue(request)
+                self._engine.enqueue(request, arrival_time_s)
                 self._has_work.set()
             finished = False
             while not finished:
@@ -223,6 +225,7 @@ class AsyncLLMEngine:
         except Exception as error:
             logger.exception("The engine is dead.")
             self._death = f"The engine is dead: {error!r}"
+            self._engine.give_up()
             self._end_streams(self._death)
 
     async def _compute(self, step: StepInput) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from vllm_lite.engine.beam_search import BeamRules
@@ -22,6 +23,7 @@ from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Request, RequestStatus
 from vllm_lite.engine.sequence import Sequence as GeneratedSequence
 from vllm_lite.engine.settings import EngineSettings
+from vllm_lite.engine.statistics import EngineStats, RequestCounts, StepClock
 from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput, StepPlan, pack
 from vllm_lite.engine.step_results import RowResult, ScoredToken, sampled_rows, scored_tokens
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
@@ -42,24 +44,6 @@ class Executor(Protocol):
         """Computes one step. Whatever it raises fails the step's requests."""
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Gauges of this moment, and counters since the start."""
-
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_total_blocks: int
-    num_preemptions: int
-    num_aborted: int
-    num_prompt_tokens: int
-    """Of the requests whose prompt has been computed."""
-    num_generated_tokens: int
-    num_prefix_queried_tokens: int
-    num_prefix_hit_tokens: int
-    """Tokens that were not computed because their K/V were there, of the queried ones."""
-
-
 class LLMEngine:
     """Generates for many requests at once. Not thread-safe, but for `prepare`, which only reads what never changes."""
 
@@ -76,9 +60,8 @@ class LLMEngine:
         """Of the requests that search with them."""
         self._plan_in_flight: StepPlan | None = None
         self._failures: dict[str, RequestFailedError] = {}
-        self._num_aborted = 0
-        self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
+        self._counts = RequestCounts()
+        self._clock = StepClock()
 
     @property
     def has_unfinished(self) -> bool:
@@ -118,14 +101,20 @@ class LLMEngine:
             other.token_ids = first.token_ids
         return Request(request_id, prompt, prompt_token_ids, params, [first, *others])
 
-    def enqueue(self, request: Request) -> None:
-        """Queues a request that `prepare` made. Raises RequestError where its id is taken."""
+    def enqueue(self, request: Request, arrival_time_s: float | None = None) -> None:
+        """Queues a request that `prepare` made. Raises RequestError where its id is taken.
+
+        `arrival_time_s` is when its caller brought it, in seconds of the monotonic clock; None means now.
+        """
         if request.request_id in self._requests:
             raise RequestError(f"request_id {request.request_id!r} is in use by another request.")
         seed = self._random.getrandbits(64) if request.params.seed is None else request.params.seed
         for sequence in (*request.sequences, *request.unstarted):
             sequence.seed = candidate_seed(seed, sequence.index)
         self._requests[request.request_id] = request
+        self._counts.num_accepted += 1
+        request.queued_time_s = time.monotonic()
+        request.arrival_time_s = request.queued_time_s if arrival_time_s is None else arrival_time_s
         if request.params.use_beam_search:
             self._beams[request.request_id] = Beams(_beam_rules(request))
         self._scheduler.add(request)
@@ -135,7 +124,7 @@ class LLMEngine:
         request = self._requests.get(request_id)
         if request is None or request.is_aborted:
             return None
-        self._num_aborted += 1
+        self._counts.num_aborted += 1
         request.is_aborted = True
         outputs = tuple(sequence.abort() for sequence in (*request.unfinished_sequences, *request.unstarted))
         if (beams := self._beams.get(request_id)) is not None:
@@ -156,8 +145,11 @@ class LLMEngine:
         assert self._plan_in_flight is None, "finish_step or fail_step must come first"
         if not self._requests:
             return None
+        self._clock.begin(time.monotonic())
         self._plan_in_flight = self._scheduler.schedule()
-        return pack(self._plan_in_flight)
+        step = pack(self._plan_in_flight)
+        self._clock.end_phase("schedule", time.monotonic())
+        return step
 
     def finish_step(self, output: StepOutput) -> list[RequestDelta]:
         """Takes the step's tokens: one delta for each request that got some. See also `take_failures`."""
@@ -170,6 +162,7 @@ class LLMEngine:
             rows_of.setdefault(row.request.request_id, []).append(row)
         deltas = [self._take_rows(rows[0].request, rows) for rows in rows_of.values()]
         self._remove_aborted()
+        self._clock.end_phase("postprocess", time.monotonic())
         return [delta for delta in deltas if delta is not None]
 
     def fail_step(self) -> list[str]:
@@ -179,7 +172,13 @@ class LLMEngine:
         for request in failed.values():
             self._remove(request)
         self._remove_aborted()
-        return [request_id for request_id, request in failed.items() if not request.is_aborted]
+        request_ids = [request_id for request_id, request in failed.items() if not request.is_aborted]
+        self._counts.num_failed += len(request_ids)
+        return request_ids
+
+    def give_up(self) -> None:
+        """Nothing will be computed any more: counts the requests that are left as failed. To be called once."""
+        self._counts.num_failed += sum(not request.is_aborted for request in self._requests.values())
 
     def take_failures(self) -> dict[str, RequestFailedError]:
         """The requests that failed in the last step though the step itself did not, each by its id. Clears them."""
@@ -188,17 +187,26 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """A snapshot."""
+        counts = self._counts
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             num_free_blocks=self._block_manager.num_free_blocks,
             num_total_blocks=self._block_manager.num_blocks,
             num_preemptions=self._scheduler.num_preemptions,
-            num_aborted=self._num_aborted,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
+            num_accepted=counts.num_accepted,
+            num_finished=dict(counts.num_finished),
+            num_aborted=counts.num_aborted,
+            num_failed=counts.num_failed,
+            num_prompt_tokens=counts.num_prompt_tokens,
+            num_generated_tokens=counts.num_generated_tokens,
             num_prefix_queried_tokens=self._scheduler.num_prefix_queried_tokens,
             num_prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
+            queue_times=self._scheduler.queue_times.counts(),
+            first_token_times=counts.first_token_times.counts(),
+            inter_token_times=counts.inter_token_times.counts(),
+            end_to_end_times=counts.end_to_end_times.counts(),
+            step_times=self._clock.times(),
         )
 
     def _tokenise(self, prompt: str, params: SamplingParams) -> list[int]:
@@ -257,16 +265,26 @@ class LLMEngine:
             self._fail(request)
             return None
         is_first = request.sequences[0].num_output_tokens == 0
-        if is_first:
-            self._num_prompt_tokens += request.sequences[0].num_prompt_tokens
-        self._num_generated_tokens += len(rows)
+        self._count_tokens(request, len(rows), is_first=is_first)
         outputs = self._advance_beams(request, rows) if request.params.use_beam_search else self._append(request, rows)
         is_finished = request.is_finished
         if is_finished:
+            ends = outputs if request.params.use_beam_search else request.sequences
+            self._counts.finish([end.finish_reason for end in ends], request.last_token_time_s - request.arrival_time_s)
             self._remove(request)
         return RequestDelta(
             request.request_id, outputs, is_finished, prompt_logprobs=request.prompt_logprobs if is_first else None
         )
+
+    def _count_tokens(self, request: Request, num_tokens: int, *, is_first: bool) -> None:
+        counts, now_s = self._counts, time.monotonic()
+        if is_first:
+            counts.num_prompt_tokens += request.sequences[0].num_prompt_tokens
+            counts.first_token_times.observe(now_s - request.arrival_time_s)
+        else:
+            counts.inter_token_times.observe(now_s - request.last_token_time_s)
+        counts.num_generated_tokens += num_tokens
+        request.last_token_time_s = now_s
 
     def _append(self, request: Request, rows: list[RowResult]) -> tuple[CompletionDelta, ...]:
         """The next token of each candidate; the first ones start the candidates."""
@@ -294,6 +312,7 @@ class LLMEngine:
         return step.outputs
 
     def _fail(self, request: Request) -> None:
+        self._counts.num_failed += 1
         self._failures[request.request_id] = RequestFailedError(
             "The model gave no finite number to choose a token by; this request has ended, others are not affected."
         )
@@ -304,6 +323,7 @@ class LLMEngine:
     def _close_step(self) -> StepPlan:
         assert self._plan_in_flight is not None, "begin_step must come first"
         plan, self._plan_in_flight = self._plan_in_flight, None
+        self._clock.end_phase("execute", time.monotonic())
         return plan
 
     def _remove_aborted(self) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from vllm_lite.engine.block_manager import BlockManager
 from vllm_lite.engine.sequence import Request, RequestStatus, Sequence
 from vllm_lite.engine.settings import EngineSettings
+from vllm_lite.engine.statistics import TimeHistogram
 from vllm_lite.engine.step import ScheduledSequence, StepPlan, scheduled_sequence
 
 
@@ -29,6 +30,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queried_tokens = 0
         self.num_prefix_hit_tokens = 0
+        self.queue_times = TimeHistogram()
         self._settings = settings
         self._block_manager = block_manager
 
@@ -164,6 +166,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         if request.admission_time_s is None:
             request.admission_time_s = time.monotonic()
+            self.queue_times.observe(request.admission_time_s - request.queued_time_s)
         self.running.append(request)
         for sequence in request.unfinished_sequences:
             block_ids = self._find_prefix(request, sequence)

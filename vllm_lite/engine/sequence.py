@@ -146,11 +146,14 @@ class Request:
 
     __slots__ = (
         "admission_time_s",
+        "arrival_time_s",
         "is_aborted",
+        "last_token_time_s",
         "params",
         "prompt",
         "prompt_logprobs",
         "prompt_token_ids",
+        "queued_time_s",
         "request_id",
         "sequences",
         "status",
@@ -176,8 +179,14 @@ class Request:
         self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
         """Of the prompt's tokens, as far as they are known; the first has none."""
         self.status = RequestStatus.WAITING
+        self.arrival_time_s = 0.0
+        """When its caller brought it, in seconds of the monotonic clock like the next three; set once it is queued."""
+        self.queued_time_s = 0.0
+        """When it was queued, with its prompt tokenised."""
         self.admission_time_s: float | None = None
-        """When it first left the queue, in seconds of the monotonic clock."""
+        """When it first left the queue."""
+        self.last_token_time_s = 0.0
+        """When the last step that brought it tokens ended."""
         self.is_aborted = False
         """Set while a step is in flight: the request must not be touched before the step's end."""
 

@@ -45,7 +45,7 @@ def _run(arguments: list[str], build: Callable[[EngineConfig], ServedModel]) -> 
         started = time.monotonic()
         model = build(engine_config)
         logger.info("%s loaded in %.1f s", model.model_name, time.monotonic() - started)
-        return asyncio.run(serve(model.engine, sock, tls, engine_config, config, _announce))
+        return asyncio.run(serve(model, sock, tls, engine_config, config, _announce))
 
 
 def _announce(url: str) -> None:

@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.listening import BACKLOG, allow_early_reuse, server_url
 from vllm_lite.entrypoints.routes import Api, ServerState
-from vllm_lite.entrypoints.served_engine import ServedEngine
+from vllm_lite.entrypoints.served_engine import ServedEngine, ServedModel
 from vllm_lite.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def serve(
-    engine: ServedEngine,
+    model: ServedModel,
     sock: socket.socket,
     tls: ssl.SSLContext | None,
     engine_config: EngineConfig,
@@ -41,9 +41,9 @@ async def serve(
 
     Raises StartupError if the port was taken after all.
     """
-    state = ServerState()
+    engine, state = model.engine, ServerState()
     runner = web.AppRunner(
-        Api(engine, state, engine_config, config).make_app(),
+        Api(engine, model.model_name, state, engine_config, config).make_app(),
         handler_cancellation=True,  # a client that leaves aborts its request
         auto_decompress=False,  # a bomb would go off on the event loop, even in a body that nobody reads
         access_log=None,

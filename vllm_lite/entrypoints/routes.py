@@ -50,7 +50,12 @@ class Api:
     """The handlers of one server."""
 
     def __init__(
-        self, engine: ServedEngine, state: ServerState, engine_config: EngineConfig, config: ServerConfig
+        self,
+        engine: ServedEngine,
+        model_name: str,
+        state: ServerState,
+        engine_config: EngineConfig,
+        config: ServerConfig,
     ) -> None:
         self._engine = engine
         self._state = state
@@ -58,7 +63,7 @@ class Api:
         self._config = config
         self._max_body = config.max_body_mib * MIB
         self._delimiter = DELIMITERS[config.stream_delimiter]
-        self._registry = make_registry(engine)
+        self._registry = make_registry(engine, model_name)
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
 
     def make_app(self) -> web.Application:

@@ -5,36 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.outputs import RequestDelta
 from vllm_lite.sampling_params import SamplingParams
-
-
-class ServedStats(Protocol):
-    """Counts at one moment; the last two only ever grow."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests that own KV blocks."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
-
-    @property
-    def num_free_blocks(self) -> int:
-        """KV blocks that no request owns."""
-
-    @property
-    def num_total_blocks(self) -> int:
-        """KV blocks of the whole cache."""
-
-    @property
-    def num_preemptions(self) -> int:
-        """How often a running request lost its blocks and went back to the queue."""
-
-    @property
-    def num_aborted(self) -> int:
-        """Requests that ended before they were done."""
 
 
 class ServedEngine(Protocol):
@@ -53,8 +26,8 @@ class ServedEngine(Protocol):
     async def drain(self, grace_s: float) -> None:
         """Returns when no request is left; those still running after `grace_s` seconds end with reason "abort"."""
 
-    def stats(self) -> ServedStats:
-        """The counts of this moment."""
+    def stats(self) -> EngineStats:
+        """The counts and times of this moment."""
 
     def prompt_token_ids(self, request_id: str) -> Sequence[int]:
         """The prompt's ids while `generate` is open; empty before they are known."""

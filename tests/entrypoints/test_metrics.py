@@ -1,0 +1,207 @@
+"""`/metrics` tells exactly what was done: the real HTTP surface and engine in this process, on an executor of fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from tests.helpers.byte_tokenizer import ByteTokenizer
+from tests.helpers.engine_fakes import FakeExecutor, make_engine
+from tests.helpers.server import sample_name
+from vllm_lite.config import EngineConfig, ServerConfig
+from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
+from vllm_lite.engine.statistics import BOUNDS_S
+from vllm_lite.engine.step import StepInput, StepOutput
+from vllm_lite.entrypoints.routes import Api, ServerState
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+PATIENCE_S = 20.0
+POISON = ByteTokenizer().encode("!")[0]
+ANY_TOKEN = list(range(258))
+PROMPT = "x" * 20
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+HISTOGRAMS = {
+    "request_queue_time_seconds",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "step_time_seconds",
+}
+
+
+class Executor(FakeExecutor):
+    """Waits at a gate where the test closes it, and raises for a prompt with an exclamation mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def execute(self, step: StepInput) -> StepOutput:
+        assert self.may_end.wait(PATIENCE_S)
+        if POISON in step.token_ids and step.shape.max_query_len > 1:
+            raise RuntimeError("the device is on fire")
+        return super().execute(step)
+
+
+class Service:
+    """A server and its client."""
+
+    def __init__(self, client: TestClient[Any, Any], engine: AsyncLLMEngine, executor: Executor) -> None:
+        self.executor = executor
+        self.engine = engine
+        self._client = client
+
+    async def post(self, fields: dict[str, Any]) -> int:
+        async with self._client.post("/generate", json={**GREEDY, **fields}) as response:
+            await response.read()
+            return response.status
+
+    async def text(self) -> str:
+        async with self._client.get("/metrics") as response:
+            return await response.text()
+
+    async def samples(self) -> list[Sample]:
+        families = text_string_to_metric_families(await self.text())
+        return [sample for family in families for sample in family.samples]
+
+    async def metrics(self) -> dict[str, float]:
+        return {sample_name(sample): sample.value for sample in await self.samples()}
+
+
+@asynccontextmanager
+async def running(model_name: str = "tiny") -> AsyncGenerator[Service, None]:
+    executor = Executor()
+    engine = AsyncLLMEngine(make_engine(), executor)
+    server = TestServer(Api(engine, model_name, ServerState(), EngineConfig(), ServerConfig()).make_app())
+    await server.start_server()
+    engine.start()
+    async with TestClient(server) as client:
+        yield Service(client, engine, executor)
+    await engine.stop()
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(poll(), PATIENCE_S)
+
+
+async def leave_in_mid_step(service: Service) -> None:
+    """A client that closes its connection while its request is computed."""
+    service.executor.may_end.clear()
+    client = asyncio.create_task(service.post({"prompt": "leaves", "max_tokens": 50}))
+    await wait_until(lambda: service.engine.stats().num_running == 1)
+    client.cancel()
+    await wait_until(lambda: service.engine.stats().num_aborted == 1)
+    service.executor.may_end.set()
+    await wait_until(lambda: service.engine.stats().num_running == 0)
+
+
+async def test_every_request_is_counted_as_what_became_of_it() -> None:
+    async with running() as service:
+        assert await service.post({"prompt": PROMPT, "max_tokens": 5}) == 200
+        assert await service.post({"prompt": PROMPT, "max_tokens": 7, "stream": True}) == 200
+        assert await service.post({"prompt": "stop", "max_tokens": 7, "stop_token_ids": ANY_TOKEN}) == 200
+        assert await service.post({"prompt": "many", "max_tokens": 3, "n": 4, "temperature": 1}) == 200
+        assert await service.post({"prompt": "fails!"}) == 500
+        assert await service.post({"prompt": "fails!", "stream": True}) == 500
+        await leave_in_mid_step(service)
+        for refused in ({}, {"prompt": "x", "top_p": 7}, {"prompt": ""}, {"prompt": "x" * 600}, {"prompt": 7}):
+            assert await service.post(refused) == 400
+        metrics = await service.metrics()
+    expected = {
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+        "num_free_kv_blocks": 200,
+        "num_total_kv_blocks": 200,
+        "num_preemptions_total": 0,
+        "num_requests_accepted_total": 7,
+        'request_success_total{finished_reason="length"}': 3,
+        'request_success_total{finished_reason="stop"}': 1,
+        "num_requests_failed_total": 2,
+        "num_requests_aborted_total": 1,
+        "prompt_tokens_total": 20 + 20 + 4 + 4,
+        "generation_tokens_total": 5 + 7 + 1 + 4 * 3,
+        "prefix_cache_queries_total": 20 + 20 + 4 + 4 + 6 + 6 + 6,
+        "prefix_cache_hits_total": 16,
+        "request_queue_time_seconds_count": 7,
+        "time_to_first_token_seconds_count": 4,
+        "inter_token_latency_seconds_count": 4 + 6 + 0 + 2,
+        "e2e_request_latency_seconds_count": 4,
+        'step_time_seconds_count{phase="schedule"}': 5 + 7 + 1 + 3 + 2 + 1,
+        'step_time_seconds_count{phase="execute"}': 5 + 7 + 1 + 3 + 2 + 1,
+        'step_time_seconds_count{phase="postprocess"}': 5 + 7 + 1 + 3 + 1,
+    }
+    assert {name: value for name, value in metrics.items() if "_bucket" not in name and "_sum" not in name} == expected
+
+
+async def test_gauges_tell_what_happens_now() -> None:
+    async with running() as service:
+        service.executor.may_end.clear()
+        clients = [asyncio.create_task(service.post({"prompt": PROMPT, "max_tokens": 2})) for _ in range(65)]
+        await wait_until(lambda: service.engine.stats().num_accepted == 65)
+        metrics = await service.metrics()
+        num_running = metrics["num_requests_running"]
+        assert num_running > 0 and num_running + metrics["num_requests_waiting"] == 65
+        assert 0 < metrics["kv_cache_usage_perc"] == 1 - metrics["num_free_kv_blocks"] / 200
+        service.executor.may_end.set()
+        assert await asyncio.gather(*clients) == [200] * 65
+        metrics = await service.metrics()
+        assert metrics["num_requests_running"] == metrics["num_requests_waiting"] == metrics["kv_cache_usage_perc"] == 0
+
+
+async def test_histograms_are_cumulative_and_agree_with_their_counts() -> None:
+    async with running() as service:
+        for _ in range(3):
+            assert await service.post({"prompt": PROMPT, "max_tokens": 4}) == 200
+        samples = await service.samples()
+        metrics = {sample_name(sample): sample.value for sample in samples}
+    buckets: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for sample in samples:
+        if sample.name.endswith("_bucket"):
+            name = sample.name.removeprefix("vllm_lite:").removesuffix("_bucket")
+            buckets.setdefault((name, sample.labels.get("phase", "")), []).append(
+                (float(sample.labels["le"]), sample.value)
+            )
+    assert {name for name, _ in buckets} == HISTOGRAMS
+    for (name, phase), pairs in buckets.items():
+        label = f'{{phase="{phase}"}}' if phase else ""
+        counts = [count for _, count in pairs]
+        assert [bound for bound, _ in pairs] == [*BOUNDS_S, float("inf")]
+        assert counts == sorted(counts) and counts[-1] == metrics[f"{name}_count{label}"] > 0
+        assert 0 < metrics[f"{name}_sum{label}"] < PATIENCE_S
+
+
+async def test_labels_name_the_model_and_do_not_grow() -> None:
+    async with running() as service:
+        before = [(sample.name, sample.labels) for sample in await service.samples()]
+        assert {labels["model_name"] for _, labels in before} == {"tiny"}
+        for number in range(20):
+            await service.post({"prompt": f"{number} x", "max_tokens": 2, "n": 2, "temperature": 1})
+            await service.post({"prompt": f"{number}!"})
+        assert [(sample.name, sample.labels) for sample in await service.samples()] == before
+
+
+async def test_any_folder_can_be_the_name_of_a_model() -> None:
+    async with running('/models/\udcff"\n\\') as service:
+        assert {sample.labels["model_name"] for sample in await service.samples()} == {'/models/?"\n\\'}
+
+
+async def test_the_readme_lists_all_metrics_with_their_kinds() -> None:
+    async with running() as service:
+        kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", await service.text(), flags=re.MULTILINE))
+    rows = re.findall(r"^\| (`vllm_lite:.*) \| (gauge|counter|histogram)s? \|", README, flags=re.MULTILINE)
+    assert kinds == {name: kind for names, kind in rows for name in re.findall(r"`(vllm_lite:\w+)", names)}
