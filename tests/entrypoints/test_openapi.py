@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.checkpoints import cached_checkpoint
-from tests.helpers.json_schema import allows
+from tests.helpers.json_schema import VALUES_OF_ALL_TYPES, allows, examples
 from tests.helpers.server import REAL, Response, Server, running_server
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.openapi import openapi_document, params_schemas, request_schema
@@ -27,47 +27,6 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "min_tokens": {"max_tokens": None},
 }
 """What the other fields must be where only rules between fields stand against a value."""
-WRONG_TYPES: list[Any] = [
-    None,
-    True,
-    False,
-    0.5,
-    7,
-    "x",
-    [],
-    {},
-    [[1]],
-    ["a"],
-    [1],
-    [True],
-    {"5": 1},
-    "never",
-    "always",
-]
-
-
-def examples(schema: dict[str, Any]) -> Iterator[Any]:
-    """Values at and just beyond every bound of a schema, its levels below included."""
-    is_integer = "integer" in schema.get("type", ())
-    for key in ("minimum", "maximum", "exclusiveMinimum"):
-        if key in schema:
-            step = 1 if is_integer else 1e-9
-            yield from (schema[key] - step, schema[key], schema[key] + step)
-    yield from (
-        "s" * (schema[key] + step) for key in ("minLength", "maxLength") if key in schema for step in (-1, 0, 1)
-    )
-    for choice in schema.get("anyOf", ()):
-        yield from examples(choice)
-    yield from schema.get("enum", ())
-    if isinstance(items := schema.get("items"), dict):
-        entry = next(one for one in ("s", 1) if allows(items, one))
-        for key in ("minItems", "maxItems"):
-            yield from ([entry] * max(0, schema[key] + step) for step in (-1, 0, 1) if key in schema)
-        yield from ([entry, one] for one in examples(items))
-    if isinstance(values := schema.get("additionalProperties"), dict):
-        yield from ({str(key): 1 for key in range(schema["maxProperties"] + step)} for step in (-1, 0, 1))
-        yield from ({"5": one} for one in examples(values))
-        yield from ({key: 1} for key in ("0", "9" * 18, "1" + "0" * 18, "", "-1", "1.0", "a", "٣", " 1"))
 
 
 def is_accepted(fields: dict[str, Any]) -> bool:
@@ -81,7 +40,7 @@ def is_accepted(fields: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_takes_what_its_schema_allows(name: str) -> None:
     schema = params_schemas()[name]
-    values = [*WRONG_TYPES, schema["default"], *examples(schema)]
+    values = [*VALUES_OF_ALL_TYPES, schema["default"], *examples(schema)]
     for value in values:
         companions = BEAMS if name == "use_beam_search" and value is True else COMPANIONS.get(name, {})
         assert is_accepted({**companions, name: value}) == allows(schema, value), value

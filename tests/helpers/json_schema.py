@@ -1,9 +1,10 @@
-"""Checks a value against the keywords of JSON Schema that `/openapi.json` uses; any other keyword is an error."""
+"""Checks values against the keywords of JSON Schema that `/openapi.json` uses; any other keyword is an error."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 TYPES: dict[str, tuple[type, ...]] = {
@@ -40,6 +41,24 @@ OTHERS = {
     "pattern",
 }
 
+VALUES_OF_ALL_TYPES: list[Any] = [
+    None,
+    True,
+    False,
+    0.5,
+    7,
+    "x",
+    [],
+    {},
+    [[1]],
+    ["a"],
+    [1],
+    [True],
+    {"5": 1},
+    "never",
+    "always",
+]
+
 
 def allows(schema: Any, value: Any) -> bool:
     """Whether a value is valid. As everywhere in JSON Schema, a keyword says nothing of values of other types."""
@@ -57,6 +76,30 @@ def allows(schema: Any, value: Any) -> bool:
         and (not isinstance(value, list) or all(allows(schema.get("items", True), entry) for entry in value))
         and (not isinstance(value, dict) or _allows_object(schema, value))
     )
+
+
+def examples(schema: dict[str, Any]) -> Iterator[Any]:
+    """Values at and just beyond every bound of a schema, its levels below included."""
+    is_integer = "integer" in schema.get("type", ())
+    for key in ("minimum", "maximum", "exclusiveMinimum"):
+        if key in schema:
+            step = 1 if is_integer else 1e-9
+            yield from (schema[key] - step, schema[key], schema[key] + step)
+    yield from (
+        "s" * (schema[key] + step) for key in ("minLength", "maxLength") if key in schema for step in (-1, 0, 1)
+    )
+    for choice in schema.get("anyOf", ()):
+        yield from examples(choice)
+    yield from schema.get("enum", ())
+    if isinstance(items := schema.get("items"), dict):
+        entry = next(one for one in ("s", 1) if allows(items, one))
+        for key in ("minItems", "maxItems"):
+            yield from ([entry] * max(0, schema[key] + step) for step in (-1, 0, 1) if key in schema)
+        yield from ([entry, one] for one in examples(items))
+    if isinstance(values := schema.get("additionalProperties"), dict):
+        yield from ({str(key): 1 for key in range(schema["maxProperties"] + step)} for step in (-1, 0, 1))
+        yield from ({"5": one} for one in examples(values))
+        yield from ({key: 1} for key in ("0", "9" * 18, "1" + "0" * 18, "", "-1", "1.0", "a", "٣", " 1"))
 
 
 def _names(names: Any) -> list[str]:

@@ -165,8 +165,8 @@ def _schema_of(name: str, hint: Any) -> Schema:
             return {"enum": [False, True, *words]}
         return {"anyOf": [_schema_of(name, choice) for choice in choices]}
     if origin is Sequence:
-        lengths = {"minItems": MIN_ENTRIES.get(name), "maxItems": MAX_ENTRIES.get(name)}
-        return {"type": "array", "items": _schema_of(name, arguments[0]), **_given(lengths)}
+        entries = {"minItems": MIN_ENTRIES.get(name), "maxItems": MAX_ENTRIES.get(name)}
+        return {"type": "array", "items": _schema_of(name, arguments[0]), **_given(entries)}
     if origin is Mapping:
         return {
             "type": "object",
