@@ -124,7 +124,7 @@ class _Received:
 
 def status_of(received: bytes) -> int:
     """CLOSED where there is no status line."""
-    found = re.match(rb"(?:HTTP/1\.1 100 .*\r\n\r\n)?HTTP/1\.[01] ([0-9]{3})", received)
+    found = re.match(rb"(?:HTTP/1\.1 100 .*\r\n\r\n)?HTTP/[0-9]\.[0-9] ([0-9]{3})", received)
     return int(found[1]) if found else CLOSED
 
 

@@ -21,18 +21,9 @@ MAX_NEW_TOKENS = 8
 MAX_TOKEN_ID = 100
 """Every vocabulary has more."""
 ALPHABET = 'abc xyz.,"\\\n\t\0é你😀\u2028\u0301'
-ODD_NUMBERS = (
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e999",
-    "-1e999",
-    "1" + "0" * 400,
-    "9" * 5000,
-    "1" * 10**5,
-    "-0",
-    "1e-999",
-)
+NO_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400, "9" * 5000, "1" * 10**5)
+"""Not in JSON, or larger than any field takes."""
+ODD_NUMBERS = ("-0", "1e-999", "0.1e1", "1E2", "1" + "0" * 90)
 BROKEN_JSON = (
     b"",
     b"\0",
@@ -180,10 +171,10 @@ class Cases:
 
     def _odd_number(self, generator: random.Random) -> Case:
         name = generator.choice(list(self._properties))
-        number = generator.choice(ODD_NUMBERS)
-        number = generator.choice([number, f"[{number}]", f'{{"5": {number}}}'])
-        body = f'{{"max_tokens": 2, "prompt": "a", "{name}": {number}}}'
-        return Case("odd number", _post_bytes(body.encode()), SERVED_OR_REFUSED)
+        number = generator.choice(NO_NUMBERS + ODD_NUMBERS)
+        value = generator.choice([number, f"[{number}]", f'{{"5": {number}}}'])
+        body = f'{{"max_tokens": 2, "prompt": "a", "{name}": {value}}}'
+        return Case("odd number", _post_bytes(body.encode()), REFUSED if number in NO_NUMBERS else SERVED_OR_REFUSED)
 
     def _unknown_field(self, generator: random.Random) -> Case:
         name = generator.choice(["", "x" * 3000, "__class__", "max_token", "é\0", "Prompt"])
@@ -200,13 +191,12 @@ class Cases:
         return Case("odd headers", _post_bytes(body, *headers), None, is_http=False)
 
     def _mutated(self, generator: random.Random) -> Case:
-        """A valid request with a few bytes changed, anywhere."""
-        data = bytearray(_post(self._fields(generator)))
-        for _ in range(generator.randint(1, 4)):
-            position = generator.randrange(len(data))
-            piece = generator.randbytes(generator.randint(0, 3))
-            data[position : position + generator.randint(0, 3)] = piece
-        return Case("mutated", bytes(data), None, may_wait=True, is_http=False)
+        """A valid request with a few bytes changed, in its body or anywhere."""
+        body = json.dumps(self._fields(generator)).encode()
+        if _flag(generator):
+            return Case("mutated body", _post_bytes(_with_changes(body, generator)), SERVED_OR_REFUSED)
+        data = _with_changes(_post_bytes(body), generator)
+        return Case("mutated", data, None, may_wait=True, is_http=False)
 
     def _truncated(self, generator: random.Random) -> Case:
         data = _post(self._fields(generator))
@@ -217,6 +207,15 @@ class Cases:
         if not fields["stream"]:
             fields["stream_deltas"] = False
         return Case("leaving", _post(fields), frozenset({200}), leave_after=generator.choice([0, 1, 300]))
+
+
+def _with_changes(data: bytes, generator: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(generator.randint(1, 4)):
+        position = generator.randrange(len(changed))
+        piece = generator.choice([generator.randbytes(generator.randint(1, 3)), b"", b'"', b",", b"9", b"-", b"\r\n"])
+        changed[position : position + generator.randint(0, 3)] = piece
+    return bytes(changed)
 
 
 def _text(generator: random.Random) -> str:
