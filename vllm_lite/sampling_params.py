@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,48 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_LIST_ENTRIES = 1024
 """Most stop ids, bad words and biases of a request."""
 MAX_BIAS = 100.0
+BIAS_KEY = "^[0-9]{1,18}$"
+"""A token id as JSON's objects have it."""
 INT32_MAX = 2**31 - 1
 FIELDS_OF_REQUESTS = ("prompt", "stream", "details", "stream_deltas")
 """What a request may have beside these parameters."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be: `allowed` in the words of a message, the bounds as JSON Schema has them."""
+
+    allowed: str
+    minimum: int | None = None
+    maximum: int | None = None
+    exclusive_minimum: int | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.exclusive_minimum is None or value > self.exclusive_minimum)
+        )
+
+
+RANGES = {
+    "n": Range("at least 1", 1),
+    "best_of": Range("at least 1", 1),
+    "presence_penalty": Range("in [-2, 2]", -2, 2),
+    "frequency_penalty": Range("in [-2, 2]", -2, 2),
+    "repetition_penalty": Range("greater than zero", exclusive_minimum=0),
+    "temperature": Range("non-negative", 0),
+    "top_p": Range("in (0, 1]", maximum=1, exclusive_minimum=0),
+    "top_k": Range("-1 or 0 (off), or at least 1", -1),
+    "min_p": Range("in [0, 1]", 0, 1),
+    "max_tokens": Range("at least 1", 1),
+    "min_tokens": Range("at least 0", 0),
+    "logprobs": Range("at least 0", 0),
+    "prompt_logprobs": Range("at least 0", 0),
+    "seed": Range("within int64", -(2**63), 2**63 - 1),
+    "truncate_prompt_tokens": Range("at least 1", 1),
+}
+"""Of fields that have bounds of their own, whatever the other fields and the server are."""
 
 
 @dataclass(frozen=True)
@@ -143,26 +183,14 @@ class SamplingParams:
             raise RequestError(f'early_stopping must be true, false or "never", got {_show(self.early_stopping)}.')
 
     def _check_ranges(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, "in [-2, 2]", getattr(self, name))
-        _require(self.repetition_penalty > 0, "repetition_penalty", "greater than zero", self.repetition_penalty)
-        _require(self.temperature >= 0, "temperature", "non-negative", self.temperature)
-        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(self.top_k >= -1, "top_k", "-1 or 0 (off), or at least 1", self.top_k)
-        _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            _require(value is None or value in allowed, name, allowed.allowed, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             limit = f"at most max_tokens={_show(self.max_tokens)}"
             _require(False, "min_tokens", limit, self.min_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            _require((getattr(self, name) or 0) >= 0, name, "at least 0", getattr(self, name))
-        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "within int64", self.seed)
-        length = self.truncate_prompt_tokens
-        _require(length is None or length >= 1, "truncate_prompt_tokens", "at least 1", length)
 
     def _check_candidates(self) -> None:
-        _require(self.n >= 1, "n", "at least 1", self.n)
         if self.num_candidates < self.n:
             got = f"n={_show(self.n)} and best_of={_show(self.best_of)}"
             raise RequestError(f"best_of must be greater than or equal to n, got {got}.")
@@ -284,8 +312,7 @@ def _bias_with_integer_keys(bias: object) -> object:
     if not isinstance(bias, Mapping):
         return bias
     return {
-        int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19 else key: value
-        for key, value in bias.items()
+        int(key) if isinstance(key, str) and re.fullmatch(BIAS_KEY, key) else key: value for key, value in bias.items()
     }
 
 

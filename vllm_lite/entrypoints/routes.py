@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.answer import COMPACT, Answer
 from vllm_lite.entrypoints.metrics import make_registry
+from vllm_lite.entrypoints.openapi import openapi_document
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.served_engine import ServedEngine
@@ -77,6 +78,7 @@ class Api:
                 web.post("/generate", self.generate),
                 web.get("/health", self.health),
                 web.get("/metrics", self.metrics),
+                web.get("/openapi.json", self.openapi),
             ]
         )
         app.on_response_prepare.append(_name_no_versions)
@@ -103,6 +105,10 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         """`GET /metrics`: Prometheus text."""
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """`GET /openapi.json`: what the other routes take and answer."""
+        return json_response(200, openapi_document(self._engine_config, self._config))
 
     async def _read(self, request: web.Request) -> GenerateRequest:
         if request.content_length is not None and request.content_length > self._max_body:
@@ -186,7 +192,8 @@ class Api:
             detail = f"{request.method} is not allowed for {request.path}; allowed: {allowed}."
             return error_response(405, detail, Allow=allowed)
         except web.HTTPNotFound:
-            return error_response(404, f"{request.path} does not exist; there are /generate, /health and /metrics.")
+            known = "/generate, /health, /metrics and /openapi.json"
+            return error_response(404, f"{request.path} does not exist; there are {known}.")
 
     @web.middleware
     async def _refuse_when_stopping(self, request: web.Request, handler: Handler) -> web.StreamResponse:
