@@ -142,6 +142,9 @@ class ServerConfig:
         (), "origins of web pages that may call the server, separated by commas; * allows every page"
     )
     max_body_mib: int = _option(32, "largest request body in MiB; a larger one is answered 413", at_least=1)
+    max_waiting_requests: int = _option(
+        4096, "most requests that wait for their first step; one more is answered 503 at once", at_least=1
+    )
     shutdown_grace_s: float = _option(
         30.0, "seconds that running requests get to finish when the server stops", at_least=0
     )

@@ -46,6 +46,7 @@ class FakeEngine:
     delay_s: float
     is_alive: bool = True
     _stats: FakeStats = field(default_factory=FakeStats)
+    _admission_times_s: dict[str, float] = field(default_factory=dict)
     _slots: asyncio.Semaphore = field(init=False)
     _must_end: asyncio.Event = field(init=False)
 
@@ -71,7 +72,7 @@ class FakeEngine:
         return (1, 2, 3)
 
     def admission_time_s(self, request_id: str) -> float | None:
-        return time.monotonic()
+        return self._admission_times_s.get(request_id)
 
     async def generate(
         self, request_id: str, prompt: str, params: SamplingParams
@@ -89,10 +90,12 @@ class FakeEngine:
                 self._stats.num_running += 1
                 self._stats.num_free_blocks -= 1
                 is_running = True
+                self._admission_times_s[request_id] = time.monotonic()
                 async for delta in self._play(request_id, prompt, params):
                     is_done = delta.finished
                     yield delta
         finally:
+            self._admission_times_s.pop(request_id, None)
             if is_running:
                 self._stats.num_running -= 1
                 self._stats.num_free_blocks += 1

@@ -12,7 +12,7 @@ from types import TracebackType
 from aiohttp import web
 
 from vllm_lite.config import EngineConfig
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import OverloadedError, RequestError
 from vllm_lite.outputs import FinishReason, RequestDelta
 
 logger = logging.getLogger(__name__)
@@ -79,5 +79,5 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
             return ", ".join(words) or "unfinished"
         if isinstance(error, (asyncio.CancelledError, ConnectionError)):
             return "client left"
-        outcome = "refused" if isinstance(error, (RequestError, web.HTTPException)) else "failed"
+        outcome = "refused" if isinstance(error, (RequestError, OverloadedError, web.HTTPException)) else "failed"
         return f"{outcome}: {str(error)[:200]!r}"

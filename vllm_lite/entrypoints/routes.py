@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -19,9 +17,10 @@ from vllm_lite.entrypoints.answer import COMPACT, Answer
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
 from vllm_lite.entrypoints.request_log import RequestRecord
+from vllm_lite.entrypoints.responses import JSON_HEADERS, error_response
 from vllm_lite.entrypoints.served_engine import ServedEngine
 from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message, stream_messages
-from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
+from vllm_lite.errors import EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from vllm_lite.outputs import RequestDelta
 
 Deltas = AsyncIterator[RequestDelta]
@@ -30,12 +29,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MIB = 2**20
 MAX_INLINE_BODY = 64 * 1024
 """Bytes of a body that the event loop parses itself: a few milliseconds at most."""
-JSON_HEADERS = {"Content-Type": "application/json"}
 STREAM_HEADERS = {
     "Content-Type": "application/octet-stream",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect the messages
 }
+RETRY_AFTER_S = 1
+"""What a client is told that was refused because too many wait: places become free at every step."""
 STOPPING = "the server is stopping; send the request to another one or wait for its restart."
 
 
@@ -59,6 +59,8 @@ class Api:
         self._max_body = config.max_body_mib * MIB
         self._delimiter = DELIMITERS[config.stream_delimiter]
         self._registry = make_registry(engine)
+        self._waiting_ids: set[str] = set()
+        """Of the requests that are open, and had not left the queue when `_check_queue` last looked."""
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
 
     def make_app(self) -> web.Application:
@@ -81,13 +83,19 @@ class Api:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """`POST /generate`: one JSON answer, or a stream of messages."""
         with RequestRecord(uuid.uuid4().hex, self._engine_config) as record:
+            self._check_queue()  # before memory is spent on the body, too
             asked = await self._read(request)
             record.prompt = asked.prompt
             if self._state.is_stopping:
                 raise EngineDeadError(STOPPING)
-            async with aclosing(self._engine.generate(record.request_id, asked.prompt, asked.params)) as deltas:
-                answer = self._stream if asked.is_stream else self._answer
-                return await answer(request, asked, deltas, record)
+            self._check_queue()
+            self._waiting_ids.add(record.request_id)
+            try:
+                async with aclosing(self._engine.generate(record.request_id, asked.prompt, asked.params)) as deltas:
+                    answer = self._stream if asked.is_stream else self._answer
+                    return await answer(request, asked, deltas, record)
+            finally:
+                self._waiting_ids.discard(record.request_id)
 
     async def health(self, request: web.Request) -> web.Response:
         """`GET /health`: 200 exactly while the engine can serve."""
@@ -98,6 +106,15 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         """`GET /metrics`: Prometheus text."""
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _check_queue(self) -> None:
+        """Those whose prompts are being tokenised wait, too; of the engine's queue they are no part yet."""
+        if len(self._waiting_ids) < self._config.max_waiting_requests:
+            return
+        self._waiting_ids = {one for one in self._waiting_ids if self._engine.admission_time_s(one) is None}
+        num_waiting = len(self._waiting_ids)
+        if num_waiting >= self._config.max_waiting_requests:
+            raise OverloadedError(f"{num_waiting} requests are waiting already (--max-waiting-requests); try later.")
 
     async def _read(self, request: web.Request) -> GenerateRequest:
         if request.content_length is not None and request.content_length > self._max_body:
@@ -174,6 +191,8 @@ class Api:
             return error_response(500, str(error))
         except EngineDeadError as error:
             return error_response(503, str(error))
+        except OverloadedError as error:
+            return error_response(503, str(error), Retry_After=str(RETRY_AFTER_S))
         except web.HTTPRequestEntityTooLarge:
             return error_response(413, f"the body is larger than {self._config.max_body_mib} MiB (--max-body-mib).")
         except web.HTTPMethodNotAllowed as error:
@@ -204,17 +223,6 @@ class Api:
 
     async def _close(self, app: web.Application) -> None:
         self._parser.shutdown(wait=False, cancel_futures=True)
-
-
-def json_response(status: int, value: dict[str, Any], **headers: str) -> web.Response:
-    """Compact JSON in raw UTF-8, as vLLM 0.2.7 wrote it. Only an echo of a broken path or header has to be mended."""
-    body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-    return web.Response(status=status, body=body, headers={**JSON_HEADERS, **headers})
-
-
-def error_response(status: int, detail: str, **headers: str) -> web.Response:
-    """Never a top-level key `error`: an old load tester would retry for ever."""
-    return json_response(status, {"detail": detail}, **headers)
 
 
 def _normal_origin(origin: str) -> str:
