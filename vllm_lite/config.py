@@ -26,6 +26,9 @@ INT32_MAX = 2**31 - 1
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LEAST_CONTEXT = 2
 """One token of a prompt and one of its answer."""
+API_KEY_VARIABLE = "VLLM_LITE_API_KEY"
+API_KEY = re.compile(r"[!-~]+")
+"""What a header can carry after `Bearer `."""
 ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://[^/\s]+/?")
 NO_EFFECT = (
     "swap_space",
@@ -37,9 +40,18 @@ NO_EFFECT = (
 """Tuning fields of vLLM 0.2.7 that have no meaning here: accepted, and named in one log line."""
 
 
-def _option(default: Any, help: str, *, short: str | None = None, at_least: float | None = None, **more: Any) -> Any:
-    """A field with what the command line needs to know; `more` may hold `at_most`."""
-    return field(default=default, metadata={"help": help, "short": short, "at_least": at_least, **more})
+def _option(
+    default: Any,
+    help: str,
+    *,
+    short: str | None = None,
+    at_least: float | None = None,
+    is_secret: bool = False,
+    **more: Any,
+) -> Any:
+    """A field with what the command line needs to know; `more` may hold `at_most`. A secret is never shown."""
+    metadata = {"help": help, "short": short, "at_least": at_least, **more}
+    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,12 @@ class ServerConfig:
     port: int = _option(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
     ssl_keyfile: str | None = _option(None, "private key, PEM; with --ssl-certfile the server speaks HTTPS")
     ssl_certfile: str | None = _option(None, "certificate chain, PEM")
+    api_key: str | None = _option(
+        None,
+        f"key that clients must send as `Authorization: Bearer`; better from the environment, {API_KEY_VARIABLE}, for "
+        "others on the machine can read command lines",
+        is_secret=True,
+    )
     stream_delimiter: Literal["null", "newline"] = _option(
         "null", "what ends a message of a stream; clients of vLLM 0.6.4 to 0.24 expect newline"
     )
@@ -154,6 +172,10 @@ class ServerConfig:
         check_fields(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise StartupError("--ssl-keyfile and --ssl-certfile only work together: give both or none.")
+        if self.api_key is not None and not API_KEY.fullmatch(self.api_key):
+            raise StartupError(
+                f"--api-key, or {API_KEY_VARIABLE}, must have at least one character, and only visible ones of ASCII."
+            )
         for origin in self.allowed_origins:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise StartupError(f"--allowed-origins must be like https://example.org:8080, or *, got {origin!r}.")
@@ -256,7 +278,7 @@ def check_fields(config: EngineConfig | ServerConfig) -> None:
             continue
         accepted = (int, float) if kind is float else (kind,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise StartupError(f"{flag} must be {_noun(kind)}, got {value!r}.")
+            raise StartupError(f"{flag} must be {_noun(kind)}{f', got {value!r}' if f.repr else ''}.")
         at_least, at_most = f.metadata["at_least"], f.metadata.get("at_most")
         is_inside = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
         if kind in (int, float) and not is_inside:
@@ -292,6 +314,8 @@ def parse_command_line(arguments: list[str]) -> tuple[EngineConfig, ServerConfig
         for f, kind in _fields_with_kinds(cls):
             _add_flag(parser, f, kind)
     values = vars(parser.parse_args([_with_dashes(argument) for argument in arguments]))
+    if values["api_key"] is None:
+        values["api_key"] = os.environ.get(API_KEY_VARIABLE)
     engine = EngineConfig(**{f.name: values[f.name] for f in dataclasses.fields(EngineConfig)})
     server = ServerConfig(**{f.name: values[f.name] for f in dataclasses.fields(ServerConfig)})
     return engine, server

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, web
+from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.answer import COMPACT, Answer
+from vllm_lite.entrypoints.api_key import require_key
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
 from vllm_lite.entrypoints.request_log import RequestRecord
@@ -24,7 +26,6 @@ from vllm_lite.errors import EngineDeadError, OverloadedError, RequestError, Req
 from vllm_lite.outputs import RequestDelta
 
 Deltas = AsyncIterator[RequestDelta]
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MIB = 2**20
 MAX_INLINE_BODY = 64 * 1024
@@ -65,10 +66,10 @@ class Api:
 
     def make_app(self) -> web.Application:
         """The application with its routes."""
-        app = web.Application(
-            middlewares=[self._errors_as_json, self._refuse_when_stopping, self._refuse_foreign_pages],
-            client_max_size=self._max_body,
-        )
+        middlewares: list[Middleware] = [self._errors_as_json, self._refuse_when_stopping, self._refuse_foreign_pages]
+        if self._config.api_key is not None:
+            middlewares.append(require_key(self._config.api_key))
+        app = web.Application(middlewares=middlewares, client_max_size=self._max_body)
         app.add_routes(
             [
                 web.post("/generate", self.generate),
