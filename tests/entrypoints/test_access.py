@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.entrypoints.test_native_protocol import ASKED, STREAMED, assert_refused
-from tests.helpers.server import Server, running_server
+from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.server import REAL, Response, Server, read_response, request_bytes, running_server
 from vllm_lite.config import API_KEY_VARIABLE, ServerConfig, parse_command_line
 from vllm_lite.errors import StartupError
 
@@ -19,14 +23,15 @@ BEARER = f"Authorization: Bearer {KEY}"
 @pytest.fixture(scope="module", params=["flag", "environment"])
 def locked(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server that needs the key."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "environment":
-            patch.setenv(API_KEY_VARIABLE, KEY)
-        flags = ["--api-key", KEY] if request.param == "flag" else []
-        with running_server(*flags, "--log-level", "debug") as server:
-            arguments = Path(f"/proc/{server.process.pid}/cmdline").read_text()
-            assert (KEY in arguments) == (request.param == "flag")
-            yield server
+    flags = ["--api-key", KEY] if request.param == "flag" else []
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # no other server shall inherit it
+            if request.param == "environment":
+                patch.setenv(API_KEY_VARIABLE, KEY)
+            server = stack.enter_context(running_server(*flags, "--log-level", "debug"))
+        arguments = Path(f"/proc/{server.process.pid}/cmdline").read_text()
+        assert (KEY in arguments) == (request.param == "flag")
+        yield server
 
 
 @pytest.mark.parametrize("header", [BEARER, f"authorization: bEARER   {KEY}"])
@@ -77,3 +82,66 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> No
 
 def test_the_key_is_not_shown_with_the_other_options() -> None:
     assert KEY not in repr(ServerConfig(api_key=KEY))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server() as server:
+        yield server
+
+
+def exchanges(server: Server, *headers: str) -> list[Response]:
+    """One of each kind of answer."""
+    return [
+        server.post(ASKED, *headers),
+        server.post(STREAMED, *headers),
+        server.post({"prompt": 5}, *headers),
+        server.post({"prompt": "!fail=0 a"}, *headers),
+        server.post({"prompt": "!fail=2 a", "stream": True}, *headers),
+        server.get("/health", *headers),
+        server.get("/metrics", *headers),
+        server.get("/nothing", *headers),
+        server.get("/generate", *headers),
+    ]
+
+
+KINDS = [200, 200, 400, 500, 200, 200, 200, 404, 405]
+
+
+@pytest.mark.parametrize("own", ["a", "Trace_1.2-b", "x" * 64])
+def test_a_clients_request_id_is_taken(server: Server, own: str) -> None:
+    responses = exchanges(server, f"X-Request-Id: {own}")
+    assert [response.status for response in responses] == KINDS
+    assert {response.headers["x-request-id"] for response in responses} == {own}
+    assert f"request {own} (" in server.log
+
+
+@pytest.mark.parametrize("own", [None, "", "x" * 65, "a b", "a/b", "é", "a,b", "\xff"])
+def test_other_requests_get_an_id_of_their_own(server: Server, own: str | None) -> None:
+    responses = exchanges(server, *(() if own is None else (f"X-Request-Id: {own}",)))
+    assert [response.status for response in responses] == KINDS
+    ids = [response.headers["x-request-id"] for response in responses]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch("[0-9a-f]{32}", request_id) for request_id in ids)
+    for request_id, response in zip(ids, responses):
+        assert (f"request {request_id}: " in server.log) == (response in responses[:5])
+
+
+def test_clients_that_send_the_same_id_at_once_are_kept_apart() -> None:
+    with running_server("--model", str(cached_checkpoint()), module=REAL) as server, ThreadPoolExecutor(8) as pool:
+        prompts = [f"{number} is" for number in range(8)]
+        bodies = [{"prompt": prompt, "max_tokens": 20, "temperature": 0} for prompt in prompts]
+        alone = [server.text(**body) for body in bodies]
+        together = list(pool.map(lambda body: server.post(body, "X-Request-Id: same"), bodies))
+        assert [response.json()["text"][0] for response in together] == alone
+        assert server.log.count("request same (") == 8
+
+
+def test_a_connection_that_is_kept_alive_has_an_id_for_each_request(server: Server) -> None:
+    with server.connect() as connection:
+        ids = []
+        for headers in (["X-Request-Id: one"], [], ["X-Request-Id: two"], []):
+            connection.sendall(request_bytes("GET", "/health", b"", "Connection: keep-alive", *headers))
+            ids.append(read_response(connection).headers["x-request-id"])
+    assert ids[::2] == ["one", "two"]
+    assert len(set(ids)) == 4

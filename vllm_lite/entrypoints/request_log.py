@@ -21,8 +21,10 @@ logger = logging.getLogger(__name__)
 class RequestRecord(AbstractContextManager["RequestRecord"]):
     """Follows one request and writes its line at the end, however that comes."""
 
-    def __init__(self, request_id: str, config: EngineConfig) -> None:
+    def __init__(self, request_id: str, config: EngineConfig, client_id: str | None = None) -> None:
         self.request_id = request_id
+        """The engine's, which is in its messages; a client may know the request by another one."""
+        self._name = request_id if client_id is None else f"{client_id} ({request_id})"
         self.error: BaseException | None = None
         """What ended the request, where it was not raised to the record's block."""
         self._is_logged = not config.disable_log_requests
@@ -62,7 +64,7 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
 
     def _line(self, error: BaseException | None) -> str:
         line = (
-            f"request {self.request_id}: {self._num_prompt_tokens} prompt tokens, "
+            f"request {self._name}: {self._num_prompt_tokens} prompt tokens, "
             f"{self._num_output_tokens} output tokens, queued {self._until(self._admission_s)}, "
             f"first token {self._until(self._first_token_s)}, total {self._until(time.monotonic())}, "
             f"{self._reason(error)}"

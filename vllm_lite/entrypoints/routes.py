@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -18,6 +17,13 @@ from vllm_lite.entrypoints.answer import COMPACT, Answer
 from vllm_lite.entrypoints.api_key import require_key
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
+from vllm_lite.entrypoints.request_id import (
+    add_request_id,
+    client_request_id,
+    current_request_id,
+    identify,
+    new_request_id,
+)
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.responses import JSON_HEADERS, error_response
 from vllm_lite.entrypoints.served_engine import ServedEngine
@@ -66,7 +72,12 @@ class Api:
 
     def make_app(self) -> web.Application:
         """The application with its routes."""
-        middlewares: list[Middleware] = [self._errors_as_json, self._refuse_when_stopping, self._refuse_foreign_pages]
+        middlewares: list[Middleware] = [
+            identify,
+            self._errors_as_json,
+            self._refuse_when_stopping,
+            self._refuse_foreign_pages,
+        ]
         if self._config.api_key is not None:
             middlewares.append(require_key(self._config.api_key))
         app = web.Application(middlewares=middlewares, client_max_size=self._max_body)
@@ -78,12 +89,15 @@ class Api:
             ]
         )
         app.on_response_prepare.append(_name_no_versions)
+        app.on_response_prepare.append(add_request_id)
         app.on_cleanup.append(self._close)
         return app
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """`POST /generate`: one JSON answer, or a stream of messages."""
-        with RequestRecord(uuid.uuid4().hex, self._engine_config) as record:
+        client_id = client_request_id(request)
+        request_id = new_request_id() if client_id else current_request_id()  # two clients may choose the same one
+        with RequestRecord(request_id, self._engine_config, client_id) as record:
             self._check_queue()  # before memory is spent on the body, too
             asked = await self._read(request)
             record.prompt = asked.prompt
