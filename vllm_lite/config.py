@@ -30,6 +30,7 @@ API_KEY_VARIABLE = "VLLM_LITE_API_KEY"
 API_KEY = re.compile(r"[!-~]+")
 """What a header can carry after `Bearer `."""
 ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://[^/\s]+/?")
+HTTP_TOKEN = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 NO_EFFECT = (
     "swap_space",
     "max_paddings",
@@ -159,6 +160,13 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = _option(
         (), "origins of web pages that may call the server, separated by commas; * allows every page"
     )
+    allowed_methods: tuple[str, ...] = _option(
+        ("GET", "POST"), "methods that browsers let pages of --allowed-origins use, separated by commas"
+    )
+    allowed_headers: tuple[str, ...] = _option(
+        ("Authorization", "Content-Type", "X-Request-Id"),
+        "headers that browsers let pages of --allowed-origins send, separated by commas",
+    )
     max_body_mib: int = _option(32, "largest request body in MiB; a larger one is answered 413", at_least=1)
     max_waiting_requests: int = _option(
         4096, "most requests that wait for their first step; one more is answered 503 at once", at_least=1
@@ -179,6 +187,10 @@ class ServerConfig:
         for origin in self.allowed_origins:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise StartupError(f"--allowed-origins must be like https://example.org:8080, or *, got {origin!r}.")
+        for name in ("allowed_methods", "allowed_headers"):
+            for token in getattr(self, name):
+                if not HTTP_TOKEN.fullmatch(token):
+                    raise StartupError(f"{flag_of(name)} must be words as HTTP has them, got {token!r}.")
 
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
@@ -328,7 +340,7 @@ def options_table() -> str:
         for f, kind in _fields_with_kinds(cls):
             name = f"`{flag_of(f.name)}`" + (f", `{f.metadata['short']}`" if f.metadata["short"] else "")
             choices = f" ({', '.join(map(str, get_args(kind)))})" if get_origin(kind) is Literal else ""
-            default = "" if f.default in (None, ()) else f"`{f.default}`"
+            default = f"`{shown}`" if (shown := _shown_default(f)) else ""
             rows.append(f"| {name} | {default} | {f.metadata['help']}{choices} |")
     return "\n".join(rows)
 
@@ -377,6 +389,11 @@ def _fields_with_kinds(cls: type[EngineConfig] | type[ServerConfig]) -> Iterable
     return [(f, _kind(hints[f.name])) for f in dataclasses.fields(cls)]
 
 
+def _shown_default(f: dataclasses.Field[Any]) -> str:
+    """As one would type it; empty where there is none."""
+    return ",".join(f.default) if isinstance(f.default, tuple) else "" if f.default is None else str(f.default)
+
+
 def _with_dashes(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
@@ -398,5 +415,5 @@ def _add_flag(parser: argparse.ArgumentParser, f: dataclasses.Field[Any], kind: 
         more = {"type": _split_commas}
     added = parser.add_argument(*names, dest=f.name, default=f.default, **more)
     # Not as an argument, which some versions of Python add a default of their own to.
-    default = "" if f.default in (None, ()) else f" (default: {f.default})"
+    default = f" (default: {shown})" if (shown := _shown_default(f)) else ""
     added.help = (f.metadata["help"] + default).replace("%", "%%")

@@ -145,3 +145,86 @@ def test_a_connection_that_is_kept_alive_has_an_id_for_each_request(server: Serv
             ids.append(read_response(connection).headers["x-request-id"])
     assert ids[::2] == ["one", "two"]
     assert len(set(ids)) == 4
+
+
+PAGE = "http://page.example:3000"
+PREFLIGHT = ["Access-Control-Request-Method: POST", "Access-Control-Request-Headers: content-type"]
+
+
+def preflight(server: Server, *headers: str) -> Response:
+    return server.exchange(request_bytes("OPTIONS", "/generate", b"", *headers))
+
+
+def cors_headers(response: Response) -> set[str]:
+    return {name for name in response.headers if name.startswith("access-control-")}
+
+
+@pytest.fixture(scope="module", params=[f"https://other.example,{PAGE}/", "*"], ids=["listed", "all"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server that pages may call."""
+    with running_server("--allowed-origins", request.param, "--api-key", KEY) as server:
+        yield server
+
+
+@pytest.mark.parametrize("origin", [PAGE, "https://other.example"])
+def test_pages_may_read_every_answer(shared: Server, origin: str) -> None:
+    responses = [*exchanges(shared, BEARER, f"Origin: {origin}"), shared.post(ASKED, f"Origin: {origin}")]
+    assert [response.status for response in responses] == [*KINDS, 401]
+    for response in responses:
+        assert response.headers["access-control-allow-origin"] == origin
+        assert response.headers["vary"] == "Origin"
+        assert "X-Request-Id" in response.headers["access-control-expose-headers"]
+
+
+def test_a_preflight_is_answered_without_a_key(shared: Server) -> None:
+    response = preflight(shared, f"Origin: {PAGE}", *PREFLIGHT)
+    assert (response.status, response.body) == (204, b"")
+    assert response.headers["access-control-allow-origin"] == PAGE
+    assert response.headers["access-control-allow-methods"] == "GET, POST"
+    assert response.headers["access-control-allow-headers"] == "Authorization, Content-Type, X-Request-Id"
+    assert response.headers["vary"] == "Origin"
+
+
+def test_what_is_no_preflight_of_a_page_needs_the_key(shared: Server) -> None:
+    assert preflight(shared, *PREFLIGHT).status == 401
+    assert preflight(shared, f"Origin: {PAGE}").status == 401
+    assert_refused(preflight(shared, f"Origin: {PAGE}", BEARER), 405, "OPTIONS")
+
+
+def test_answers_to_scripts_only_tell_caches_that_pages_differ(shared: Server) -> None:
+    for response in exchanges(shared, BEARER):
+        assert not cors_headers(response)
+        assert response.headers["vary"] == "Origin"
+
+
+def test_an_origin_that_no_header_can_carry_is_refused(shared: Server) -> None:
+    for response in (shared.post(ASKED, BEARER, "Origin: http://\xff"), preflight(shared, "Origin: \xe9", *PREFLIGHT)):
+        assert_refused(response, 403, "--allowed-origins")
+        assert not cors_headers(response)
+
+
+def test_methods_and_headers_are_settable() -> None:
+    flags = ["--allowed-origins", PAGE, "--allowed-methods", "POST", "--allowed-headers", "x-a, X-B"]
+    with running_server(*flags) as server:
+        response = preflight(server, f"Origin: {PAGE}", *PREFLIGHT)
+        assert response.headers["access-control-allow-methods"] == "POST"
+        assert response.headers["access-control-allow-headers"] == "x-a, X-B"
+        refused = preflight(server, "Origin: http://page.example", *PREFLIGHT)
+        assert_refused(refused, 403, "http://page.example")
+        assert not cors_headers(refused)
+
+
+def test_without_the_option_nothing_is_told_to_browsers(server: Server) -> None:
+    own = f"Origin: http://127.0.0.1:{server.port}"
+    host = f"Host: 127.0.0.1:{server.port}"
+    for response in (server.post(ASKED, own, host), preflight(server, own, host, *PREFLIGHT), server.post(ASKED)):
+        assert not cors_headers(response) and "vary" not in response.headers
+    assert preflight(server, own, host, *PREFLIGHT).status == 405
+    assert preflight(server, f"Origin: {PAGE}", host, *PREFLIGHT).status == 403
+
+
+@pytest.mark.parametrize("flag", ["--allowed-methods", "--allowed-headers"])
+@pytest.mark.parametrize("value", ["a b", "a:b", "ä", 'a"', "a\nb"])
+def test_words_that_http_has_not_are_named(flag: str, value: str) -> None:
+    with pytest.raises(StartupError, match=f"{flag} must be words"):
+        parse_command_line([flag, f"X,{value}"])

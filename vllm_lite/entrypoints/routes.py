@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.answer import COMPACT, Answer
 from vllm_lite.entrypoints.api_key import require_key
+from vllm_lite.entrypoints.cross_origin import CrossOrigin
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
 from vllm_lite.entrypoints.request_id import (
@@ -72,11 +73,12 @@ class Api:
 
     def make_app(self) -> web.Application:
         """The application with its routes."""
+        cross_origin = CrossOrigin(self._config)
         middlewares: list[Middleware] = [
             identify,
             self._errors_as_json,
             self._refuse_when_stopping,
-            self._refuse_foreign_pages,
+            cross_origin.check,
         ]
         if self._config.api_key is not None:
             middlewares.append(require_key(self._config.api_key))
@@ -90,6 +92,7 @@ class Api:
         )
         app.on_response_prepare.append(_name_no_versions)
         app.on_response_prepare.append(add_request_id)
+        app.on_response_prepare.append(cross_origin.add_headers)
         app.on_cleanup.append(self._close)
         return app
 
@@ -226,25 +229,8 @@ class Api:
         response.force_close()
         return response
 
-    @web.middleware
-    async def _refuse_foreign_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A browser names the page that sends a request; scripts name none."""
-        own = f"{request.scheme}://{request.headers.get('Host', '')}"
-        allowed = {_normal_origin(origin) for origin in (own, *self._config.allowed_origins)}
-        for origin in request.headers.getall("Origin", ()):
-            if _normal_origin(origin) not in allowed and "*" not in allowed:
-                return error_response(403, f"pages of {origin} may not call this server; see --allowed-origins.")
-        return await handler(request)
-
     async def _close(self, app: web.Application) -> None:
         self._parser.shutdown(wait=False, cancel_futures=True)
-
-
-def _normal_origin(origin: str) -> str:
-    """Case, a slash at the end and the scheme's own port make no difference."""
-    origin = origin.lower().rstrip("/")
-    default_port = ":80" if origin.startswith("http://") else ":443"
-    return origin.removesuffix(default_port)
 
 
 def _close_without_last_chunk(request: web.Request) -> None:
