@@ -171,6 +171,9 @@ class ServerConfig:
     max_waiting_requests: int = _option(
         4096, "most requests that wait for their first step; one more is answered 503 at once", at_least=1
     )
+    request_timeout_s: float | None = _option(
+        None, "seconds after which a request that is not done is ended (default: it may take any time)", at_least=0.001
+    )
     shutdown_grace_s: float = _option(
         30.0, "seconds that running requests get to finish when the server stops", at_least=0
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from tests.entrypoints.test_lifecycle import ENDLESS, wait_for_requests
 from tests.entrypoints.test_native_protocol import assert_refused
 from tests.helpers.checkpoints import cached_checkpoint
-from tests.helpers.server import REAL, generate_bytes, read_response, request_bytes, running_server
+from tests.helpers.server import REAL, Server, generate_bytes, read_response, request_bytes, running_server
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -56,3 +58,62 @@ def test_a_burst_on_the_real_engine_is_served_or_refused_and_nothing_is_left() -
         assert server.post({"prompt": "a"}).status == 200
         metrics = server.metrics()
         assert metrics["num_requests_waiting"] == metrics["num_requests_running"] == 0
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Server]:
+    """The real engine, which is never done in time with an answer of any length."""
+    model = str(cached_checkpoint(max_position_embeddings=65536))
+    flags = ["--model", model, "--max-num-seqs", "2", "--request-timeout-s", "0.7", "--num-kv-blocks", "9000"]
+    with running_server(*flags, module=REAL) as server:
+        yield server
+        assert "Traceback" not in server.log
+
+
+LONG: dict[str, Any] = {"prompt": "a b", "max_tokens": 60_000, "ignore_eos": True, "stream_deltas": True}
+
+
+def test_a_stream_ends_in_time_with_the_text_it_has(hasty: Server) -> None:
+    start = time.monotonic()
+    response = hasty.post({**LONG, "stream": True})
+    assert 0.6 < time.monotonic() - start < 5
+    assert response.status == 200 and response.is_complete
+    assert len(response.chunks) > 1
+    wait_for_requests(hasty, 0)
+    assert ", abort, timed out" in hasty.log
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_has_no_status_yet_is_504(is_stream: bool) -> None:
+    """A stream, too, whose first message would come later."""
+    with running_server("--request-timeout-s", "0.1") as server:
+        late = server.post({"prompt": "!delay=0.3 x", "max_tokens": 5, "stream": is_stream})
+        assert_refused(late, 504, "0.1 s", "--request-timeout-s")
+
+
+def test_what_runs_and_what_waits_gives_up_its_place(hasty: Server) -> None:
+    fields = {"prompt": "a b", "max_tokens": 60_000, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        for response in pool.map(hasty.post, [fields] * 8):
+            assert_refused(response, 504, "0.7 s", "--request-timeout-s")
+    wait_for_requests(hasty, 0)
+    metrics = hasty.metrics()
+    assert metrics["num_free_kv_blocks"] == metrics["num_total_kv_blocks"]
+
+
+def test_a_body_that_does_not_arrive_is_408(hasty: Server) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(generate_bytes({"prompt": "a"}, "Connection: keep-alive")[:-1])
+        response = read_response(connection)
+        assert_refused(response, 408, "0.7 s", "--request-timeout-s")
+        assert response.headers["connection"] == "close"
+
+
+def test_a_request_that_is_done_in_time_notices_nothing(hasty: Server) -> None:
+    with hasty.connect() as connection:
+        for _ in range(2):
+            connection.sendall(generate_bytes({"prompt": "a", "max_tokens": 3}, "Connection: keep-alive"))
+            assert read_response(connection).status == 200
+        time.sleep(0.8)  # the time of both is over
+        connection.sendall(generate_bytes({"prompt": "a", "max_tokens": 3}, "Connection: keep-alive"))
+        assert read_response(connection).status == 200

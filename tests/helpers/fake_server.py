@@ -47,6 +47,7 @@ class FakeEngine:
     is_alive: bool = True
     _stats: FakeStats = field(default_factory=FakeStats)
     _admission_times_s: dict[str, float] = field(default_factory=dict)
+    _aborted_ids: set[str] = field(default_factory=set)
     _slots: asyncio.Semaphore = field(init=False)
     _must_end: asyncio.Event = field(init=False)
 
@@ -64,6 +65,9 @@ class FakeEngine:
                 self._must_end.set()
                 return
             await asyncio.sleep(0.01)
+
+    def abort(self, request_id: str) -> None:
+        self._aborted_ids.add(request_id)
 
     def stats(self) -> FakeStats:
         return self._stats
@@ -114,7 +118,7 @@ class FakeEngine:
                 self.is_alive = False
             if not self.is_alive:
                 raise EngineDeadError("the engine is dead.")
-            if self._must_end.is_set():
+            if self._must_end.is_set() or request_id in self._aborted_ids:
                 yield _delta(request_id, params.n, "", (), "abort")
                 return
             yield _delta(request_id, params.n, piece, (k,), "length" if k + 1 == params.max_tokens else None)

@@ -27,6 +27,8 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self._name = request_id if client_id is None else f"{client_id} ({request_id})"
         self.error: BaseException | None = None
         """What ended the request, where it was not raised to the record's block."""
+        self.is_late = False
+        """Whether its time was over before it was."""
         self._is_logged = not config.disable_log_requests
         self._max_log_len = config.max_log_len
         self.prompt = ""
@@ -78,6 +80,8 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         if error is None:
             counts = Counter(reason for reason in self._finish_reasons.values() if reason is not None)
             words = [reason if count == 1 else f"{reason} x {count}" for reason, count in counts.items()]
+            if self.is_late and (self.is_aborted or not words):
+                words.append("timed out")
             return ", ".join(words) or "unfinished"
         if isinstance(error, (asyncio.CancelledError, ConnectionError)):
             return "client left"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, web
@@ -100,13 +100,15 @@ class Api:
         """`POST /generate`: one JSON answer, or a stream of messages."""
         client_id = client_request_id(request)
         request_id = new_request_id() if client_id else current_request_id()  # two clients may choose the same one
-        with RequestRecord(request_id, self._engine_config, client_id) as record:
+        with RequestRecord(request_id, self._engine_config, client_id) as record, self._time_limit(record):
             self._check_queue()  # before memory is spent on the body, too
             asked = await self._read(request)
             record.prompt = asked.prompt
             if self._state.is_stopping:
                 raise EngineDeadError(STOPPING)
             self._check_queue()
+            if record.is_late:
+                return self._cut_short(record)
             self._waiting_ids.add(record.request_id)
             try:
                 async with aclosing(self._engine.generate(record.request_id, asked.prompt, asked.params)) as deltas:
@@ -141,12 +143,38 @@ class Api:
         if encoding.lower() != "identity":
             raise RequestError(f"the body must be plain JSON, without Content-Encoding; got {encoding[:80]}.")
         try:
-            body = await request.read()
+            body = await asyncio.wait_for(request.read(), self._config.request_timeout_s)
+        except asyncio.TimeoutError as error:
+            raise web.HTTPRequestTimeout from error
         except web.RequestPayloadError as error:
             raise RequestError(f"the body cannot be read: {error}") from error
         if len(body) <= MAX_INLINE_BODY:
             return parse_generate_request(body)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse_generate_request, body)
+
+    @contextmanager
+    def _time_limit(self, record: RequestRecord) -> Iterator[None]:
+        """Has the engine end a request that is not done in time."""
+
+        def end() -> None:
+            record.is_late = True
+            self._engine.abort(record.request_id)
+
+        if self._config.request_timeout_s is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(self._config.request_timeout_s, end)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _cut_short(self, record: RequestRecord) -> web.Response:
+        """Where the engine has ended a request and its status is still open. Clients repeat a 408 by themselves."""
+        if record.is_late:
+            limit_s = self._config.request_timeout_s
+            return error_response(504, f"the answer was not complete within {limit_s:g} s (--request-timeout-s).")
+        return error_response(503, STOPPING)
 
     def _record(self, delta: RequestDelta, record: RequestRecord) -> None:
         request_id = record.request_id
@@ -164,7 +192,7 @@ class Api:
                 answer = Answer(asked.prompt, ids, asked.params.n, COMPACT, has_details=asked.has_details)
             answer.add(delta)
         if answer is None or record.is_aborted:
-            return error_response(503, STOPPING)
+            return self._cut_short(record)
         return web.Response(body=answer.json(has_prompt_details=True), headers=JSON_HEADERS)
 
     async def _stream(
@@ -197,7 +225,7 @@ class Api:
                 raise
             record.error = error
             _close_without_last_chunk(request)
-        return response if response.prepared else error_response(503, STOPPING)
+        return response if response.prepared else self._cut_short(record)
 
     @web.middleware
     async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -211,6 +239,11 @@ class Api:
             return error_response(503, str(error))
         except OverloadedError as error:
             return error_response(503, str(error), Retry_After=str(RETRY_AFTER_S))
+        except web.HTTPRequestTimeout:
+            limit_s = self._config.request_timeout_s
+            response = error_response(408, f"the body did not arrive within {limit_s:g} s (--request-timeout-s).")
+            response.force_close()
+            return response
         except web.HTTPRequestEntityTooLarge:
             return error_response(413, f"the body is larger than {self._config.max_body_mib} MiB (--max-body-mib).")
         except web.HTTPMethodNotAllowed as error:
