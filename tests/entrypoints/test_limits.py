@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -117,3 +118,53 @@ def test_a_request_that_is_done_in_time_notices_nothing(hasty: Server) -> None:
         time.sleep(0.8)  # the time of both is over
         connection.sendall(generate_bytes({"prompt": "a", "max_tokens": 3}, "Connection: keep-alive"))
         assert read_response(connection).status == 200
+
+
+def reader_of_much(server: Server, **fields: Any) -> socket.socket:
+    """A connection that has asked for more than the system's buffers hold, 100 KB a token, and has read nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(generate_bytes({"prompt": "a", "max_tokens": 200, **fields}))
+    return connection
+
+
+MUCH = {"pieces": ["x" * 100_000]}
+
+
+def wait_for_cut(server: Server, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while server.log.count("the connection is cut") < count:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.01)
+
+
+def test_a_reader_that_stalls_is_cut_off() -> None:
+    with running_server("--slow-client-s", "0.5", "--max-num-seqs", "1", script=MUCH) as server:
+        start = time.monotonic()
+        with reader_of_much(server, stream=True, stream_deltas=True):
+            wait_for_requests(server, 1)
+            wait_for_cut(server, 1)
+            assert time.monotonic() - start > 0.4
+            wait_for_requests(server, 0)
+        assert server.metrics()["num_requests_aborted_total"] == 1
+        with reader_of_much(server) as reader:  # no request any more, but a body that waits
+            wait_for_cut(server, 2)
+            assert not read_response(reader).is_complete
+        assert server.post({"prompt": "a", "max_tokens": 1}).status == 200
+        assert "Traceback" not in server.log and "Error handling" not in server.log
+
+
+def test_a_reader_that_is_slow_but_reads_is_served() -> None:
+    with running_server("--slow-client-s", "0.8", script=MUCH) as server:
+        start = time.monotonic()
+        received = bytearray()
+        with reader_of_much(server, stream=True, stream_deltas=True) as reader:
+            while data := reader.recv(65536):
+                received += data
+                time.sleep(0.004)
+        assert time.monotonic() - start > 0.9
+        assert received.endswith(b"\r\n0\r\n\r\n")
+        assert received.count(b"\0\r\n") == 200
+        assert "is cut" not in server.log

@@ -28,6 +28,7 @@ from vllm_lite.entrypoints.request_id import (
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.responses import JSON_HEADERS, error_response
 from vllm_lite.entrypoints.served_engine import ServedEngine
+from vllm_lite.entrypoints.stalled_readers import cut_when_stalled, write_in_time
 from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message, stream_messages
 from vllm_lite.errors import EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from vllm_lite.outputs import RequestDelta
@@ -76,6 +77,7 @@ class Api:
         cross_origin = CrossOrigin(self._config)
         middlewares: list[Middleware] = [
             identify,
+            write_in_time(self._config.slow_client_s),
             self._errors_as_json,
             self._refuse_when_stopping,
             cross_origin.check,
@@ -216,7 +218,8 @@ class Api:
                     )
                 if is_message(delta, has_details=asked.has_details):
                     await response.prepare(request)
-                    await response.write(messages.add(delta) + self._delimiter)
+                    with cut_when_stalled(request, self._config.slow_client_s):
+                        await response.write(messages.add(delta) + self._delimiter)
         except ConnectionResetError as error:  # nobody is left to read
             record.error = error
             return response
