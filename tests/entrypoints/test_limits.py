@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -148,6 +149,9 @@ def test_a_reader_that_stalls_is_cut_off() -> None:
             wait_for_cut(server, 1)
             assert time.monotonic() - start > 0.4
             wait_for_requests(server, 0)
+            # Of 100 KB each, and most of them in the reader's own buffer: the system would take some thirty by itself.
+            [num_messages] = re.findall(r" (\d+) output tokens", server.log)
+            assert int(num_messages) < 12
         assert server.metrics()["num_requests_aborted_total"] == 1
         with reader_of_much(server) as reader:  # no request any more, but a body that waits
             wait_for_cut(server, 2)

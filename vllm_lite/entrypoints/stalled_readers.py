@@ -1,8 +1,7 @@
 """Connections whose clients do not read are cut: what waits for them takes memory, and their requests take blocks.
 
-A write blocks while the buffers of the connection and of the system are full, which may be some megabytes.
-
-Until then a message and 64 KiB wait in the connection's buffer, and the engine's deltas, at most one a token.
+A write blocks while the buffers are full: that of the connection with 64 KiB and a message, and the system's, which
+`limit_unsent` bounds. Meanwhile the engine's deltas wait, at most one a token.
 """
 
 from __future__ import annotations
