@@ -26,7 +26,11 @@ INT32_MAX = 2**31 - 1
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LEAST_CONTEXT = 2
 """One token of a prompt and one of its answer."""
+API_KEY_VARIABLE = "VLLM_LITE_API_KEY"
+API_KEY = re.compile(r"[!-~]+")
+"""What a header can carry after `Bearer `."""
 ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://[^/\s]+/?")
+HTTP_TOKEN = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 NO_EFFECT = (
     "swap_space",
     "max_paddings",
@@ -37,9 +41,18 @@ NO_EFFECT = (
 """Tuning fields of vLLM 0.2.7 that have no meaning here: accepted, and named in one log line."""
 
 
-def _option(default: Any, help: str, *, short: str | None = None, at_least: float | None = None, **more: Any) -> Any:
-    """A field with what the command line needs to know; `more` may hold `at_most`."""
-    return field(default=default, metadata={"help": help, "short": short, "at_least": at_least, **more})
+def _option(
+    default: Any,
+    help: str,
+    *,
+    short: str | None = None,
+    at_least: float | None = None,
+    is_secret: bool = False,
+    **more: Any,
+) -> Any:
+    """A field with what the command line needs to know; `more` may hold `at_most`. A secret is never shown."""
+    metadata = {"help": help, "short": short, "at_least": at_least, **more}
+    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -135,13 +148,35 @@ class ServerConfig:
     port: int = _option(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
     ssl_keyfile: str | None = _option(None, "private key, PEM; with --ssl-certfile the server speaks HTTPS")
     ssl_certfile: str | None = _option(None, "certificate chain, PEM")
+    api_key: str | None = _option(
+        None,
+        f"key that clients must send as `Authorization: Bearer`; better from the environment, {API_KEY_VARIABLE}, for "
+        "others on the machine can read command lines",
+        is_secret=True,
+    )
     stream_delimiter: Literal["null", "newline"] = _option(
         "null", "what ends a message of a stream; clients of vLLM 0.6.4 to 0.24 expect newline"
     )
     allowed_origins: tuple[str, ...] = _option(
         (), "origins of web pages that may call the server, separated by commas; * allows every page"
     )
+    allowed_methods: tuple[str, ...] = _option(
+        ("GET", "POST"), "methods that browsers let pages of --allowed-origins use, separated by commas"
+    )
+    allowed_headers: tuple[str, ...] = _option(
+        ("Authorization", "Content-Type", "X-Request-Id"),
+        "headers that browsers let pages of --allowed-origins send, separated by commas",
+    )
     max_body_mib: int = _option(32, "largest request body in MiB; a larger one is answered 413", at_least=1)
+    max_waiting_requests: int = _option(
+        4096, "most requests that wait for their first step; one more is answered 503 at once", at_least=1
+    )
+    request_timeout_s: float | None = _option(
+        None, "seconds after which a request that is not done is ended (default: it may take any time)", at_least=0.001
+    )
+    slow_client_s: float = _option(
+        60.0, "seconds that a write may wait for its client before the connection is cut", at_least=0.001
+    )
     shutdown_grace_s: float = _option(
         30.0, "seconds that running requests get to finish when the server stops", at_least=0
     )
@@ -151,9 +186,17 @@ class ServerConfig:
         check_fields(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise StartupError("--ssl-keyfile and --ssl-certfile only work together: give both or none.")
+        if self.api_key is not None and not API_KEY.fullmatch(self.api_key):
+            raise StartupError(
+                f"--api-key, or {API_KEY_VARIABLE}, must have at least one character, and only visible ones of ASCII."
+            )
         for origin in self.allowed_origins:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise StartupError(f"--allowed-origins must be like https://example.org:8080, or *, got {origin!r}.")
+        for name in ("allowed_methods", "allowed_headers"):
+            for token in getattr(self, name):
+                if not HTTP_TOKEN.fullmatch(token):
+                    raise StartupError(f"{flag_of(name)} must be words as HTTP has them, got {token!r}.")
 
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
@@ -253,7 +296,7 @@ def check_fields(config: EngineConfig | ServerConfig) -> None:
             continue
         accepted = (int, float) if kind is float else (kind,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise StartupError(f"{flag} must be {_noun(kind)}, got {value!r}.")
+            raise StartupError(f"{flag} must be {_noun(kind)}{f', got {value!r}' if f.repr else ''}.")
         at_least, at_most = f.metadata["at_least"], f.metadata.get("at_most")
         is_inside = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
         if kind in (int, float) and not is_inside:
@@ -289,6 +332,8 @@ def parse_command_line(arguments: list[str]) -> tuple[EngineConfig, ServerConfig
         for f, kind in _fields_with_kinds(cls):
             _add_flag(parser, f, kind)
     values = vars(parser.parse_args([_with_dashes(argument) for argument in arguments]))
+    if values["api_key"] is None:
+        values["api_key"] = os.environ.get(API_KEY_VARIABLE)
     engine = EngineConfig(**{f.name: values[f.name] for f in dataclasses.fields(EngineConfig)})
     server = ServerConfig(**{f.name: values[f.name] for f in dataclasses.fields(ServerConfig)})
     return engine, server
@@ -301,7 +346,7 @@ def options_table() -> str:
         for f, kind in _fields_with_kinds(cls):
             name = f"`{flag_of(f.name)}`" + (f", `{f.metadata['short']}`" if f.metadata["short"] else "")
             choices = f" ({', '.join(map(str, get_args(kind)))})" if get_origin(kind) is Literal else ""
-            default = "" if f.default in (None, ()) else f"`{f.default}`"
+            default = f"`{shown}`" if (shown := _shown_default(f)) else ""
             rows.append(f"| {name} | {default} | {f.metadata['help']}{choices} |")
     return "\n".join(rows)
 
@@ -350,6 +395,11 @@ def _fields_with_kinds(cls: type[EngineConfig] | type[ServerConfig]) -> Iterable
     return [(f, _kind(hints[f.name])) for f in dataclasses.fields(cls)]
 
 
+def _shown_default(f: dataclasses.Field[Any]) -> str:
+    """As one would type it; empty where there is none."""
+    return ",".join(f.default) if isinstance(f.default, tuple) else "" if f.default is None else str(f.default)
+
+
 def _with_dashes(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
@@ -371,5 +421,5 @@ def _add_flag(parser: argparse.ArgumentParser, f: dataclasses.Field[Any], kind: 
         more = {"type": _split_commas}
     added = parser.add_argument(*names, dest=f.name, default=f.default, **more)
     # Not as an argument, which some versions of Python add a default of their own to.
-    default = "" if f.default in (None, ()) else f" (default: {f.default})"
+    default = f" (default: {shown})" if (shown := _shown_default(f)) else ""
     added.help = (f.metadata["help"] + default).replace("%", "%%")

@@ -9,6 +9,10 @@ class EngineDeadError(RuntimeError):
     """The engine can serve no request any more. The HTTP layer answers 503 with it."""
 
 
+class OverloadedError(RuntimeError):
+    """As many requests as may wait are waiting: this one is not queued. The HTTP layer answers 503, to be repeated."""
+
+
 class RequestFailedError(RuntimeError):
     """This one request failed through no fault of its caller (its step raised, its logits were not finite)."""
 

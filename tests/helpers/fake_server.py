@@ -47,6 +47,8 @@ class FakeEngine:
     delay_s: float
     is_alive: bool = True
     _stats: FakeStats = field(default_factory=FakeStats)
+    _admission_times_s: dict[str, float] = field(default_factory=dict)
+    _aborted_ids: set[str] = field(default_factory=set)
     _slots: asyncio.Semaphore = field(init=False)
     _must_end: asyncio.Event = field(init=False)
 
@@ -65,6 +67,9 @@ class FakeEngine:
                 return
             await asyncio.sleep(0.01)
 
+    def abort(self, request_id: str) -> None:
+        self._aborted_ids.add(request_id)
+
     def stats(self) -> EngineStats:
         return EngineStats(**vars(self._stats))
 
@@ -72,7 +77,7 @@ class FakeEngine:
         return (1, 2, 3)
 
     def admission_time_s(self, request_id: str) -> float | None:
-        return time.monotonic()
+        return self._admission_times_s.get(request_id)
 
     async def generate(
         self, request_id: str, prompt: str, params: SamplingParams
@@ -90,10 +95,12 @@ class FakeEngine:
                 self._stats.num_running += 1
                 self._stats.num_free_blocks -= 1
                 is_running = True
+                self._admission_times_s[request_id] = time.monotonic()
                 async for delta in self._play(request_id, prompt, params):
                     is_done = delta.finished
                     yield delta
         finally:
+            self._admission_times_s.pop(request_id, None)
             if is_running:
                 self._stats.num_running -= 1
                 self._stats.num_free_blocks += 1
@@ -112,7 +119,7 @@ class FakeEngine:
                 self.is_alive = False
             if not self.is_alive:
                 raise EngineDeadError("the engine is dead.")
-            if self._must_end.is_set():
+            if self._must_end.is_set() or request_id in self._aborted_ids:
                 yield _delta(request_id, params.n, "", (), "abort")
                 return
             yield _delta(request_id, params.n, piece, (k,), "length" if k + 1 == params.max_tokens else None)

@@ -155,10 +155,15 @@ class AsyncLLMEngine:
         try:
             await asyncio.wait_for(self._is_idle.wait(), grace_s)
         except asyncio.TimeoutError:
-            for request_id, stream in self._streams.items():
-                if not stream.has_ended:
-                    unstarted = RequestDelta(request_id, (CompletionDelta(0, "", (), "abort"),), finished=True)
-                    stream.put(self._engine.abort(request_id) or unstarted)
+            for request_id in self._streams:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends an open request with reason "abort": its reader gets what there is. Harmless where it has ended."""
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.has_ended:
+            unstarted = RequestDelta(request_id, (CompletionDelta(0, "", (), "abort"),), finished=True)
+            stream.put(self._engine.abort(request_id) or unstarted)
 
     def stats(self) -> EngineStats:
         """A snapshot of gauges and counters."""

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_lite.config import EngineConfig, ServerConfig
-from vllm_lite.entrypoints.listening import BACKLOG, allow_early_reuse, server_url
+from vllm_lite.entrypoints.listening import BACKLOG, allow_early_reuse, limit_unsent, server_url
 from vllm_lite.entrypoints.routes import Api, ServerState
 from vllm_lite.entrypoints.served_engine import ServedEngine, ServedModel
 from vllm_lite.errors import StartupError
@@ -74,6 +74,7 @@ async def serve(
 
 async def _listen(runner: web.AppRunner, sock: socket.socket, tls: ssl.SSLContext | None) -> web.SockSite:
     allow_early_reuse(sock)
+    limit_unsent(sock)
     site = web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG)
     try:
         await site.start()

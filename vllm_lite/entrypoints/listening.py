@@ -16,6 +16,8 @@ from vllm_lite.errors import StartupError
 
 BACKLOG = 1024
 """Connections that may wait to be accepted: load testers open hundreds at a time."""
+MAX_UNSENT = 64 * 1024
+"""Bytes that the system takes for a connection beyond those that are on their way; by itself it takes megabytes."""
 REACHABLE_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 """Where a server that listens on all interfaces is reached from the same machine."""
 
@@ -46,6 +48,12 @@ def bind(host: str, port: int) -> socket.socket:
 def allow_early_reuse(sock: socket.socket) -> None:
     """To be called before the socket listens: connections inherit it, so a restarted server can bind at once."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def limit_unsent(sock: socket.socket) -> None:
+    """To be called before the socket listens: for a client that does not read, little waits, and writes soon block."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS have it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT)
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:

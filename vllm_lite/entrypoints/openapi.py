@@ -47,12 +47,17 @@ NOTES = {
 """What a schema of one field cannot say, since it depends on other fields or on the model."""
 FAILURES = {
     400: "A mistake of the caller: names the field, the value and what is allowed.",
+    401: "The server has a key (--api-key), and the request has none or another.",
     403: "A page of an origin that --allowed-origins does not name.",
     500: "This request failed through no fault of its caller.",
-    503: "The server is stopping, or its engine has stopped.",
+    408: "The body has not arrived in time (--request-timeout-s).",
+    503: "The server is stopping, its engine has stopped, or too many requests wait (--max-waiting-requests).",
+    504: "The request was not done in time (--request-timeout-s).",
 }
-EVERYWHERE = (403, 503)
+EVERYWHERE = (401, 403, 503)
 """What any route may answer."""
+OPEN = (403, 503)
+"""Those that need no key."""
 
 
 def openapi_document(engine_config: EngineConfig, config: ServerConfig) -> Schema:
@@ -68,7 +73,7 @@ def openapi_document(engine_config: EngineConfig, config: ServerConfig) -> Schem
         "responses": {
             "200": {"description": "The texts, or a stream of messages.", "content": answers},
             "413": _failure(too_large),
-            **_failures(400, 403, 500, 503),
+            **_failures(400, 401, 403, 408, 500, 503, 504),
         },
     }
     return {
@@ -76,7 +81,9 @@ def openapi_document(engine_config: EngineConfig, config: ServerConfig) -> Schem
         "info": {"title": "vllm_lite", "version": __version__},
         "paths": {
             "/generate": {"post": generate},
-            "/health": {"get": _get("health", "200 exactly while the engine can serve, with an empty body.", None)},
+            "/health": {
+                "get": _get("health", "200 exactly while the engine can serve, with an empty body.", None, OPEN)
+            },
             "/metrics": {"get": _get("metrics", "Prometheus text.", "text/plain")},
             "/openapi.json": {"get": _get("openapi", "This document.", "application/json")},
         },
@@ -225,10 +232,10 @@ def _failures(*statuses: int) -> Schema:
     return {str(status): _failure(FAILURES[status]) for status in statuses}
 
 
-def _get(name: str, description: str, content_type: str | None) -> Schema:
+def _get(name: str, description: str, content_type: str | None, failures: tuple[int, ...] = EVERYWHERE) -> Schema:
     content: Schema = {} if content_type is None else {"content": {content_type: {"schema": {}}}}
     return {
         "operationId": name,
         "summary": description,
-        "responses": {"200": {"description": description, **content}, **_failures(*EVERYWHERE)},
+        "responses": {"200": {"description": description, **content}, **_failures(*failures)},
     }

@@ -12,7 +12,7 @@ from types import TracebackType
 from aiohttp import web
 
 from vllm_lite.config import EngineConfig
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import OverloadedError, RequestError
 from vllm_lite.outputs import FinishReason, RequestDelta
 
 logger = logging.getLogger(__name__)
@@ -21,10 +21,14 @@ logger = logging.getLogger(__name__)
 class RequestRecord(AbstractContextManager["RequestRecord"]):
     """Follows one request and writes its line at the end, however that comes."""
 
-    def __init__(self, request_id: str, config: EngineConfig) -> None:
+    def __init__(self, request_id: str, config: EngineConfig, client_id: str | None = None) -> None:
         self.request_id = request_id
+        """The engine's, which is in its messages; a client may know the request by another one."""
+        self._name = request_id if client_id is None else f"{client_id} ({request_id})"
         self.error: BaseException | None = None
         """What ended the request, where it was not raised to the record's block."""
+        self.is_late = False
+        """Whether its time was over before it was."""
         self._is_logged = not config.disable_log_requests
         self._max_log_len = config.max_log_len
         self.prompt = ""
@@ -62,7 +66,7 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
 
     def _line(self, error: BaseException | None) -> str:
         line = (
-            f"request {self.request_id}: {self._num_prompt_tokens} prompt tokens, "
+            f"request {self._name}: {self._num_prompt_tokens} prompt tokens, "
             f"{self._num_output_tokens} output tokens, queued {self._until(self._admission_s)}, "
             f"first token {self._until(self._first_token_s)}, total {self._until(time.monotonic())}, "
             f"{self._reason(error)}"
@@ -76,8 +80,10 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         if error is None:
             counts = Counter(reason for reason in self._finish_reasons.values() if reason is not None)
             words = [reason if count == 1 else f"{reason} x {count}" for reason, count in counts.items()]
+            if self.is_late and (self.is_aborted or not words):
+                words.append("timed out")
             return ", ".join(words) or "unfinished"
         if isinstance(error, (asyncio.CancelledError, ConnectionError)):
             return "client left"
-        outcome = "refused" if isinstance(error, (RequestError, web.HTTPException)) else "failed"
+        outcome = "refused" if isinstance(error, (RequestError, OverloadedError, web.HTTPException)) else "failed"
         return f"{outcome}: {str(error)[:200]!r}"

@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import HttpVersion11, web
+from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.answer import COMPACT, Answer
+from vllm_lite.entrypoints.api_key import require_key
+from vllm_lite.entrypoints.cross_origin import CrossOrigin
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.openapi import openapi_document
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
+from vllm_lite.entrypoints.request_id import (
+    add_request_id,
+    client_request_id,
+    current_request_id,
+    identify,
+    new_request_id,
+)
 from vllm_lite.entrypoints.request_log import RequestRecord
+from vllm_lite.entrypoints.responses import JSON_HEADERS, error_response, json_response
 from vllm_lite.entrypoints.served_engine import ServedEngine
+from vllm_lite.entrypoints.stalled_readers import cut_when_stalled, write_in_time
 from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message, stream_messages
-from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
+from vllm_lite.errors import EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from vllm_lite.outputs import RequestDelta
 
 Deltas = AsyncIterator[RequestDelta]
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MIB = 2**20
 MAX_INLINE_BODY = 64 * 1024
 """Bytes of a body that the event loop parses itself: a few milliseconds at most."""
-JSON_HEADERS = {"Content-Type": "application/json"}
 STREAM_HEADERS = {
     "Content-Type": "application/octet-stream",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect the messages
 }
+RETRY_AFTER_S = 1
+"""What a client is told that was refused because too many wait: places become free at every step."""
 STOPPING = "the server is stopping; send the request to another one or wait for its restart."
 
 
@@ -65,14 +74,23 @@ class Api:
         self._max_body = config.max_body_mib * MIB
         self._delimiter = DELIMITERS[config.stream_delimiter]
         self._registry = make_registry(engine, model_name)
+        self._waiting_ids: set[str] = set()
+        """Of the requests that are open, and had not left the queue when `_check_queue` last looked."""
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
 
     def make_app(self) -> web.Application:
         """The application with its routes."""
-        app = web.Application(
-            middlewares=[self._errors_as_json, self._refuse_when_stopping, self._refuse_foreign_pages],
-            client_max_size=self._max_body,
-        )
+        cross_origin = CrossOrigin(self._config)
+        middlewares: list[Middleware] = [
+            identify,
+            write_in_time(self._config.slow_client_s),
+            self._errors_as_json,
+            self._refuse_when_stopping,
+            cross_origin.check,
+        ]
+        if self._config.api_key is not None:
+            middlewares.append(require_key(self._config.api_key))
+        app = web.Application(middlewares=middlewares, client_max_size=self._max_body)
         app.add_routes(
             [
                 web.post("/generate", self.generate),
@@ -82,19 +100,31 @@ class Api:
             ]
         )
         app.on_response_prepare.append(_name_no_versions)
+        app.on_response_prepare.append(add_request_id)
+        app.on_response_prepare.append(cross_origin.add_headers)
         app.on_cleanup.append(self._close)
         return app
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """`POST /generate`: one JSON answer, or a stream of messages."""
-        with RequestRecord(uuid.uuid4().hex, self._engine_config) as record:
+        client_id = client_request_id(request)
+        request_id = new_request_id() if client_id else current_request_id()  # two clients may choose the same one
+        with RequestRecord(request_id, self._engine_config, client_id) as record, self._time_limit(record):
+            self._check_queue()  # before memory is spent on the body, too
             asked = await self._read(request)
             record.prompt = asked.prompt
             if self._state.is_stopping:
                 raise EngineDeadError(STOPPING)
-            async with aclosing(self._engine.generate(record.request_id, asked.prompt, asked.params)) as deltas:
-                answer = self._stream if asked.is_stream else self._answer
-                return await answer(request, asked, deltas, record)
+            self._check_queue()
+            if record.is_late:
+                return self._cut_short(record)
+            self._waiting_ids.add(record.request_id)
+            try:
+                async with aclosing(self._engine.generate(record.request_id, asked.prompt, asked.params)) as deltas:
+                    answer = self._stream if asked.is_stream else self._answer
+                    return await answer(request, asked, deltas, record)
+            finally:
+                self._waiting_ids.discard(record.request_id)
 
     async def health(self, request: web.Request) -> web.Response:
         """`GET /health`: 200 exactly while the engine can serve."""
@@ -110,6 +140,15 @@ class Api:
         """`GET /openapi.json`: what the other routes take and answer."""
         return json_response(200, openapi_document(self._engine_config, self._config))
 
+    def _check_queue(self) -> None:
+        """Those whose prompts are being tokenised wait, too; of the engine's queue they are no part yet."""
+        if len(self._waiting_ids) < self._config.max_waiting_requests:
+            return
+        self._waiting_ids = {one for one in self._waiting_ids if self._engine.admission_time_s(one) is None}
+        num_waiting = len(self._waiting_ids)
+        if num_waiting >= self._config.max_waiting_requests:
+            raise OverloadedError(f"{num_waiting} requests are waiting already (--max-waiting-requests); try later.")
+
     async def _read(self, request: web.Request) -> GenerateRequest:
         if request.content_length is not None and request.content_length > self._max_body:
             raise web.HTTPRequestEntityTooLarge(max_size=self._max_body)
@@ -117,12 +156,38 @@ class Api:
         if encoding.lower() != "identity":
             raise RequestError(f"the body must be plain JSON, without Content-Encoding; got {encoding[:80]}.")
         try:
-            body = await request.read()
+            body = await asyncio.wait_for(request.read(), self._config.request_timeout_s)
+        except asyncio.TimeoutError as error:
+            raise web.HTTPRequestTimeout from error
         except web.RequestPayloadError as error:
             raise RequestError(f"the body cannot be read: {error}") from error
         if len(body) <= MAX_INLINE_BODY:
             return parse_generate_request(body)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse_generate_request, body)
+
+    @contextmanager
+    def _time_limit(self, record: RequestRecord) -> Iterator[None]:
+        """Has the engine end a request that is not done in time."""
+
+        def end() -> None:
+            record.is_late = True
+            self._engine.abort(record.request_id)
+
+        if self._config.request_timeout_s is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(self._config.request_timeout_s, end)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _cut_short(self, record: RequestRecord) -> web.Response:
+        """Where the engine has ended a request and its status is still open. Clients repeat a 408 by themselves."""
+        if record.is_late:
+            limit_s = self._config.request_timeout_s
+            return error_response(504, f"the answer was not complete within {limit_s:g} s (--request-timeout-s).")
+        return error_response(503, STOPPING)
 
     def _record(self, delta: RequestDelta, record: RequestRecord) -> None:
         request_id = record.request_id
@@ -140,7 +205,7 @@ class Api:
                 answer = Answer(asked.prompt, ids, asked.params.n, COMPACT, has_details=asked.has_details)
             answer.add(delta)
         if answer is None or record.is_aborted:
-            return error_response(503, STOPPING)
+            return self._cut_short(record)
         return web.Response(body=answer.json(has_prompt_details=True), headers=JSON_HEADERS)
 
     async def _stream(
@@ -164,7 +229,8 @@ class Api:
                     )
                 if is_message(delta, has_details=asked.has_details):
                     await response.prepare(request)
-                    await response.write(messages.add(delta) + self._delimiter)
+                    with cut_when_stalled(request, self._config.slow_client_s):
+                        await response.write(messages.add(delta) + self._delimiter)
         except ConnectionResetError as error:  # nobody is left to read
             record.error = error
             return response
@@ -173,7 +239,7 @@ class Api:
                 raise
             record.error = error
             _close_without_last_chunk(request)
-        return response if response.prepared else error_response(503, STOPPING)
+        return response if response.prepared else self._cut_short(record)
 
     @web.middleware
     async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -185,6 +251,13 @@ class Api:
             return error_response(500, str(error))
         except EngineDeadError as error:
             return error_response(503, str(error))
+        except OverloadedError as error:
+            return error_response(503, str(error), Retry_After=str(RETRY_AFTER_S))
+        except web.HTTPRequestTimeout:
+            limit_s = self._config.request_timeout_s
+            response = error_response(408, f"the body did not arrive within {limit_s:g} s (--request-timeout-s).")
+            response.force_close()
+            return response
         except web.HTTPRequestEntityTooLarge:
             return error_response(413, f"the body is larger than {self._config.max_body_mib} MiB (--max-body-mib).")
         except web.HTTPMethodNotAllowed as error:
@@ -204,36 +277,8 @@ class Api:
         response.force_close()
         return response
 
-    @web.middleware
-    async def _refuse_foreign_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A browser names the page that sends a request; scripts name none."""
-        own = f"{request.scheme}://{request.headers.get('Host', '')}"
-        allowed = {_normal_origin(origin) for origin in (own, *self._config.allowed_origins)}
-        for origin in request.headers.getall("Origin", ()):
-            if _normal_origin(origin) not in allowed and "*" not in allowed:
-                return error_response(403, f"pages of {origin} may not call this server; see --allowed-origins.")
-        return await handler(request)
-
     async def _close(self, app: web.Application) -> None:
         self._parser.shutdown(wait=False, cancel_futures=True)
-
-
-def json_response(status: int, value: dict[str, Any], **headers: str) -> web.Response:
-    """Compact JSON in raw UTF-8, as vLLM 0.2.7 wrote it. Only an echo of a broken path or header has to be mended."""
-    body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-    return web.Response(status=status, body=body, headers={**JSON_HEADERS, **headers})
-
-
-def error_response(status: int, detail: str, **headers: str) -> web.Response:
-    """Never a top-level key `error`: an old load tester would retry for ever."""
-    return json_response(status, {"detail": detail}, **headers)
-
-
-def _normal_origin(origin: str) -> str:
-    """Case, a slash at the end and the scheme's own port make no difference."""
-    origin = origin.lower().rstrip("/")
-    default_port = ":80" if origin.startswith("http://") else ":443"
-    return origin.removesuffix(default_port)
 
 
 def _close_without_last_chunk(request: web.Request) -> None:

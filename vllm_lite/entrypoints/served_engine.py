@@ -26,6 +26,9 @@ class ServedEngine(Protocol):
     async def drain(self, grace_s: float) -> None:
         """Returns when no request is left; those still running after `grace_s` seconds end with reason "abort"."""
 
+    def abort(self, request_id: str) -> None:
+        """Ends an open request with reason "abort", if it has not ended."""
+
     def stats(self) -> EngineStats:
         """The counts and times of this moment."""
 

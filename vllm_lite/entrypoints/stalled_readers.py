@@ -1,0 +1,52 @@
+"""Connections whose clients do not read are cut: what waits for them takes memory, and their requests take blocks.
+
+A write blocks while the buffers are full: that of the connection with 64 KiB and a message, and the system's, which
+`limit_unsent` bounds. Meanwhile the engine's deltas wait, at most one a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from vllm_lite.entrypoints.request_id import current_request_id
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def cut_when_stalled(request: web.Request, limit_s: float) -> Iterator[None]:
+    """Around one write. A connection that is cut cancels the handler of its request."""
+
+    def cut() -> None:
+        if request.transport is not None:
+            message = (
+                "request %s: what was written has waited %g s for its client; the connection is cut (--slow-client-s)"
+            )
+            logger.warning(message, current_request_id(), limit_s)
+            request.transport.abort()
+
+    timer = asyncio.get_running_loop().call_later(limit_s, cut)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def write_in_time(limit_s: float) -> Middleware:
+    """A middleware that writes whole answers, and the ends of streams, so that these are cut, too."""
+
+    @web.middleware
+    async def write(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        with cut_when_stalled(request, limit_s), suppress(ConnectionError):  # aiohttp notices that nobody is left
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+
+    return write
