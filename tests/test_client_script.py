@@ -9,13 +9,13 @@ import pty
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from scripts import client
+from tests.helpers.canned_server import canned_server
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.server import REAL, ROOT, Server, running_server
 from vllm_lite.sampling_params import SamplingParams
@@ -200,18 +200,6 @@ MESSAGE = json.dumps({"text": ["ab"]}).encode() + b"\0"
     ids=["no last chunk", "half a chunk", "no JSON", "no HTTP"],
 )
 def test_a_broken_answer_is_named(answer: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                received = b""
-                while not received.endswith(b"}"):  # what is left unread would reset the connection
-                    received += connection.recv(65536)
-                connection.sendall(answer % (len(MESSAGE), MESSAGE) if b"%" in answer else answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        assert client.main(["--stream", "--port", str(listener.getsockname()[1])]) == 1
-        thread.join()
+    with canned_server(answer % (len(MESSAGE), MESSAGE) if b"%" in answer else answer) as port:
+        assert client.main(["--stream", "--port", str(port)]) == 1
     assert message in capsys.readouterr().err

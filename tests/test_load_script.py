@@ -21,6 +21,7 @@ from scripts.bench.documents import read_chunks
 from scripts.bench.figures import percentiles
 from scripts.bench.load import Job, Load, LoadRunner, Outcome, load_figures, milliseconds, poisson_times
 from tests.helpers.byte_tokenizer import ByteTokenizer
+from tests.helpers.canned_server import canned_server
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.server import REAL, Server, running_server
 
@@ -275,22 +276,9 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
     ],
 )
 def test_what_is_no_answer_of_the_protocol_is_a_failure(answer: bytes, reason: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                received = b""
-                while not received.endswith(b"}"):  # what is left unread would reset the connection
-                    received += connection.recv(65536)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        address = Address("127.0.0.1", listener.getsockname()[1])
-        runner = LoadRunner(address, {}, num_threads=1, timeout_s=10)
+    with canned_server(answer) as port:
+        runner = LoadRunner(Address("127.0.0.1", port), {}, num_threads=1, timeout_s=10)
         load = runner.run([Job("x", 1)], time_limit_s=60, on_outcome=lambda outcome: None)
-        thread.join()
     [failure] = load_figures(load)["failures"]
     assert reason in failure
 

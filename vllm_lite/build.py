@@ -123,16 +123,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         num_blocks,
         plan.block_size,
     )
-    settings = EngineSettings(
-        **plan.step_sizes,
-        block_size=plan.block_size,
-        num_blocks=num_blocks,
-        max_logprobs=choose_max_logprobs(config, plan.model),
-        enable_prefix_caching=config.enable_prefix_caching,
-        vocab_size=plan.model.vocab_size,
-        eos_token_ids=_end_ids(plan.model, tokenizer.result()),
-        seed=config.seed,
-    )
+    settings = _engine_settings(config, plan, num_blocks, tokenizer.result())
     prepare_thread = None if cpu is None else cpu.pin_caller
     if gpu is not None:
         prepare_thread = gpu.make_current
@@ -143,6 +134,19 @@ def build_parts(config: EngineConfig) -> EngineParts:
         tokenizer=tokenizer.result(),
         model=plan.model,
         checkpoint_path=checkpoint.path,
+    )
+
+
+def _engine_settings(config: EngineConfig, plan: _Plan, num_blocks: int, tokenizer: Tokenizer) -> EngineSettings:
+    return EngineSettings(
+        **plan.step_sizes,
+        block_size=plan.block_size,
+        num_blocks=num_blocks,
+        max_logprobs=choose_max_logprobs(config, plan.model),
+        enable_prefix_caching=config.enable_prefix_caching,
+        vocab_size=plan.model.vocab_size,
+        eos_token_ids=_end_ids(plan.model, tokenizer),
+        seed=config.seed,
     )
 
 

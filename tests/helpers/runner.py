@@ -42,13 +42,8 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     *,
     max_model_len: int = 128,
-    max_num_seqs: int = 16,
-    max_num_batched_tokens: int = 64,
-    block_size: int = 16,
-    num_blocks: int = 64,
-    cuda: CudaKernels | None = None,
     cpu: CpuKernels | None = None,
-    enforce_eager: bool = False,
+    **options: Any,
 ) -> ModelRunner:
     """A runner whose model has the weights of `state`, a Hugging Face state dict that must fill every target."""
     model = build_model(config, dtype, max_model_len, panel_rows=1 if cpu is None else PANEL_ROWS)
@@ -56,17 +51,7 @@ def make_runner(
     assert not leftover, f"unused: {sorted(leftover)}"
     tensors = [CheckpointTensor(name, tuple(t.shape), t.__getitem__, t.dtype) for name, t in state.items()]
     load_weights(tensors, model.weight_targets(), model.is_ignored)
-    return runner_of(
-        model,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        cuda=cuda,
-        cpu=cpu,
-        enforce_eager=enforce_eager,
-    )
+    return runner_of(model, max_model_len=max_model_len, cpu=cpu, **options)
 
 
 def load_runner(

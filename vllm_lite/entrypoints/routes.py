@@ -74,6 +74,7 @@ class Api:
         self._max_body = config.max_body_mib * MIB
         self._delimiter = DELIMITERS[config.stream_delimiter]
         self._registry = make_registry(engine, model_name)
+        self._document = openapi_document(engine_config, config)
         self._waiting_ids: set[str] = set()
         """Of the requests that are open, and had not left the queue when `_check_queue` last looked."""
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
@@ -138,7 +139,7 @@ class Api:
 
     async def openapi(self, request: web.Request) -> web.Response:
         """`GET /openapi.json`: what the other routes take and answer."""
-        return json_response(200, openapi_document(self._engine_config, self._config))
+        return json_response(200, self._document)
 
     def _check_queue(self) -> None:
         """Those whose prompts are being tokenised wait, too; of the engine's queue they are no part yet."""
