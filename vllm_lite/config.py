@@ -321,13 +321,14 @@ class _Parser(argparse.ArgumentParser):
         raise StartupError(f"{message} (--help lists every option)")
 
 
-def parse_command_line(arguments: list[str]) -> tuple[EngineConfig, ServerConfig]:
-    """Reads a command line; `-` and `_` mean the same inside the name of a flag. Raises StartupError."""
-    parser = _Parser(
-        prog=program_name("vllm_lite.entrypoints.api_server"),
-        description="Serves a language model over the native POST /generate protocol.",
-        allow_abbrev=False,
-    )
+def parse_command_line(
+    arguments: list[str], module: str = "vllm_lite.entrypoints.api_server", description: str | None = None
+) -> tuple[EngineConfig, ServerConfig]:
+    """Reads a command line; `-` and `_` mean the same inside the name of a flag. Raises StartupError.
+
+    `module` is the program's, for its help.
+    """
+    parser = _Parser(prog=program_name(module), description=description, allow_abbrev=False)
     for cls in (EngineConfig, ServerConfig):
         for f, kind in _fields_with_kinds(cls):
             _add_flag(parser, f, kind)

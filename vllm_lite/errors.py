@@ -1,8 +1,17 @@
 """The errors that cross a layer. Each carries a message that a user can act on; nothing here knows HTTP."""
 
+from __future__ import annotations
+
 
 class RequestError(ValueError):
-    """A caller's mistake: names the field, the value and what is allowed. The HTTP layer answers 400 with it."""
+    """A caller's mistake: names the field, the value and what is allowed. The HTTP layer answers 400 with it.
+
+    `param` is the field's name alone, for protocols that tell it apart; None where the mistake is in no one field.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class EngineDeadError(RuntimeError):

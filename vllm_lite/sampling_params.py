@@ -26,6 +26,7 @@ MAX_LIST_ENTRIES = 1024
 MAX_BIAS = 100.0
 BIAS_KEY = "^[0-9]{1,18}$"
 """A token id as JSON's objects have it."""
+ONLY_WITH_BEAMS = "only works with beam search: set use_beam_search or leave it out."
 INT32_MAX = 2**31 - 1
 FIELDS_OF_REQUESTS = ("prompt", "stream", "details", "stream_deltas")
 """What a request may have beside these parameters."""
@@ -116,7 +117,7 @@ class SamplingParams:
         given: dict[str, Any] = {}
         for name, value in fields.items():
             if name not in known:
-                raise RequestError(_unknown_field(name, known))
+                raise RequestError(_unknown_field(name, known), name)
             if value is not None or name == "max_tokens":
                 given[name] = value
         if "logit_bias" in given:
@@ -159,28 +160,29 @@ class SamplingParams:
         """Checks what depends on the server: numbers of sequences and logprobs, and ids against the vocabulary."""
         for name, count in (("n", self.n), ("best_of", self.num_candidates)):
             if count > max_num_seqs:
-                raise RequestError(f"{name} must be at most {max_num_seqs} (--max-num-seqs), got {_show(count)}.")
+                raise RequestError(f"{name} must be at most {max_num_seqs} (--max-num-seqs), got {_show(count)}.", name)
         for name, count in (("logprobs", self.logprobs or 0), ("prompt_logprobs", self.prompt_logprobs or 0)):
             if count > max_logprobs:
-                raise RequestError(f"{name} must be at most {max_logprobs} (--max-logprobs), got {_show(count)}.")
+                raise RequestError(f"{name} must be at most {max_logprobs} (--max-logprobs), got {_show(count)}.", name)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
-                    raise RequestError(f"{name} must hold ids from 0 to {vocab_size - 1}, got {_show(token_id)}.")
+                    raise RequestError(f"{name} must hold ids from 0 to {vocab_size - 1}, got {_show(token_id)}.", name)
 
     def _check_types(self) -> None:
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {_show(getattr(self, name))}.")
+                raise RequestError(f"{name} must be true or false, got {_show(getattr(self, name))}.", name)
         for name in _INTS:
             value = getattr(self, name)
             if not _is_int(value) and not (value is None and name in _OPTIONAL_INTS):
-                raise RequestError(f"{name} must be an integer, got {_show(value)}.")
+                raise RequestError(f"{name} must be an integer, got {_show(value)}.", name)
         for name in _FLOATS:
             if not _is_finite(getattr(self, name)):
-                raise RequestError(f"{name} must be a finite number, got {_show(getattr(self, name))}.")
+                raise RequestError(f"{name} must be a finite number, got {_show(getattr(self, name))}.", name)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise RequestError(f'early_stopping must be true, false or "never", got {_show(self.early_stopping)}.')
+            got = _show(self.early_stopping)
+            raise RequestError(f'early_stopping must be true, false or "never", got {got}.', "early_stopping")
 
     def _check_ranges(self) -> None:
         for name, allowed in RANGES.items():
@@ -193,22 +195,25 @@ class SamplingParams:
     def _check_candidates(self) -> None:
         if self.num_candidates < self.n:
             got = f"n={_show(self.n)} and best_of={_show(self.best_of)}"
-            raise RequestError(f"best_of must be greater than or equal to n, got {got}.")
+            raise RequestError(f"best_of must be greater than or equal to n, got {got}.", "best_of")
         if self.use_beam_search:
             if self.num_candidates < 2:
-                raise RequestError(f"best_of must be greater than 1 when using beam search, got {self.num_candidates}.")
+                got = str(self.num_candidates)
+                raise RequestError(f"best_of must be greater than 1 when using beam search, got {got}.", "best_of")
             for name, value in (("temperature", 0), ("top_p", 1), ("top_k", -1)):
                 if not (self.is_greedy if name == "temperature" else getattr(self, name) == value):
                     got = _show(getattr(self, name))
-                    raise RequestError(f"{name} must be {value} when using beam search, got {got}.")
+                    raise RequestError(f"{name} must be {value} when using beam search, got {got}.", name)
             return
         if self.early_stopping is not False:
-            raise RequestError("early_stopping only works with beam search: set use_beam_search or leave it out.")
+            raise RequestError(f"early_stopping {ONLY_WITH_BEAMS}", "early_stopping")
         if self.length_penalty != 1:
-            raise RequestError("length_penalty only works with beam search: set use_beam_search or leave it out.")
+            raise RequestError(f"length_penalty {ONLY_WITH_BEAMS}", "length_penalty")
         if self.is_greedy and self.num_candidates > 1:
             got = _show(self.num_candidates)
-            raise RequestError(f"best_of must be 1 when using greedy sampling (n and best_of alike), got {got}.")
+            raise RequestError(
+                f"best_of must be 1 when using greedy sampling (n and best_of alike), got {got}.", "best_of"
+            )
 
     def _check_lists(self) -> None:
         if not isinstance(self.stop, str):
@@ -218,7 +223,7 @@ class SamplingParams:
         _check_list("stop_token_ids", self.stop_token_ids, int, MAX_LIST_ENTRIES)
         _check_list("allowed_token_ids", self.allowed_token_ids, int, None)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids must hold at least one id, got an empty list.")
+            raise RequestError("allowed_token_ids must hold at least one id, got an empty list.", "allowed_token_ids")
         _check_list("bad_words", self.bad_words, str, MAX_LIST_ENTRIES)
         for word in self.bad_words or ():
             _require(0 < len(word) <= MAX_STOP_STRING_CHARS, "bad_words", _STRING_LENGTHS, word)
@@ -279,7 +284,7 @@ _show = _ShortRepr().repr
 
 def _require(condition: bool, name: str, allowed: str, value: object) -> None:
     if not condition:
-        raise RequestError(f"{name} must be {allowed}, got {_show(value)}.")
+        raise RequestError(f"{name} must be {allowed}, got {_show(value)}.", name)
 
 
 def _check_list(name: str, values: object, kind: type, most: int | None) -> None:
@@ -287,24 +292,26 @@ def _check_list(name: str, values: object, kind: type, most: int | None) -> None
         return
     noun = "strings" if kind is str else "token ids"
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise RequestError(f"{name} must be a list of {noun}, got {_show(values)}.")
+        raise RequestError(f"{name} must be a list of {noun}, got {_show(values)}.", name)
     if most is not None and len(values) > most:
-        raise RequestError(f"{name} must have at most {most} entries, got {len(values)}.")
+        raise RequestError(f"{name} must have at most {most} entries, got {len(values)}.", name)
     for value in values:
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise RequestError(f"{name} must be a list of {noun}, got {_show(value)} in it.")
+            raise RequestError(f"{name} must be a list of {noun}, got {_show(value)} in it.", name)
 
 
 def _check_bias(bias: object) -> None:
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must be an object of token ids and numbers, got {_show(bias)}.")
+        raise RequestError(f"logit_bias must be an object of token ids and numbers, got {_show(bias)}.", "logit_bias")
     if len(bias) > MAX_LIST_ENTRIES:
-        raise RequestError(f"logit_bias must have at most {MAX_LIST_ENTRIES} entries, got {len(bias)}.")
+        raise RequestError(f"logit_bias must have at most {MAX_LIST_ENTRIES} entries, got {len(bias)}.", "logit_bias")
     for token_id, value in bias.items():
         if not _is_int(token_id):
-            raise RequestError(f"logit_bias must have token ids as keys, got {_show(token_id)}.")
+            raise RequestError(f"logit_bias must have token ids as keys, got {_show(token_id)}.", "logit_bias")
         if not _is_finite(value) or not -MAX_BIAS <= value <= MAX_BIAS:
-            raise RequestError(f"logit_bias must have values in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {_show(value)}.")
+            raise RequestError(
+                f"logit_bias must have values in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {_show(value)}.", "logit_bias"
+            )
 
 
 def _bias_with_integer_keys(bias: object) -> object:

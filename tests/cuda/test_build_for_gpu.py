@@ -20,6 +20,7 @@ from vllm_lite import build
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.entrypoints.launch import main
+from vllm_lite.entrypoints.routes import NATIVE
 from vllm_lite.errors import StartupError
 from vllm_lite.kernels import cuda
 from vllm_lite.worker.kv_cache import GpuMemory, bytes_per_block
@@ -114,7 +115,7 @@ def test_a_step_that_leaves_too_little_memory_is_named_as_such(gpu: EmulatedGpu)
 def start(capsys: pytest.CaptureFixture[str], model: Path) -> str:
     """The message of a server that does not start."""
     flags = ["--model", str(model), "--device", "cuda", "--dtype", "float32", "--port", "0"]
-    assert main(flags, build.build_engine) == 1
+    assert main(flags, build.build_engine, NATIVE) == 1
     output = capsys.readouterr()
     assert "Ready" not in output.out
     return output.err

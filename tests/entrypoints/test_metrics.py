@@ -21,7 +21,8 @@ from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
 from vllm_lite.engine.statistics import BOUNDS_S
 from vllm_lite.engine.step import StepInput, StepOutput
-from vllm_lite.entrypoints.routes import Api, ServerState
+from vllm_lite.entrypoints.request_service import RequestService, ServerState
+from vllm_lite.entrypoints.routes import make_native_app
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PATIENCE_S = 20.0
@@ -82,7 +83,8 @@ class Service:
 async def running(model_name: str = "tiny") -> AsyncGenerator[Service, None]:
     executor = Executor()
     engine = AsyncLLMEngine(make_engine(), executor)
-    server = TestServer(Api(engine, model_name, ServerState(), EngineConfig(), ServerConfig()).make_app())
+    service = RequestService(engine, model_name, ServerState(), EngineConfig(), ServerConfig())
+    server = TestServer(make_native_app(service))
     await server.start_server()
     engine.start()
     async with TestClient(server) as client:

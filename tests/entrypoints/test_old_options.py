@@ -16,6 +16,7 @@ from vllm_lite import LLM
 from vllm_lite.config import EngineConfig, parse_command_line
 from vllm_lite.entrypoints import launch
 from vllm_lite.entrypoints import llm as llm_module
+from vllm_lite.entrypoints.routes import NATIVE
 from vllm_lite.errors import StartupError
 
 
@@ -110,7 +111,7 @@ def arrive(config: EngineConfig) -> Any:
 def through_the_command_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     monkeypatch.setattr(launch, "_configure_logging", lambda level: None)  # it would outlive the test
     with pytest.raises(Arrived) as found:
-        launch._run([*words, *([] if "--port" in words else ["--port", "0"])], arrive)
+        launch._run([*words, *([] if "--port" in words else ["--port", "0"])], arrive, NATIVE)
     config = found.value.args[0]
     assert isinstance(config, EngineConfig)
     return config
@@ -142,7 +143,7 @@ def test_both_doors_take_or_refuse_it_alike(
         message = f"^{full_flag} {option.value} is not supported yet; leave {full_flag} out.$"
         for words in option.spellings():
             with pytest.raises(StartupError, match=message):
-                launch._run(words, arrive)
+                launch._run(words, arrive, NATIVE)
         with pytest.raises(StartupError, match=message):
             LLM(**{option.keyword: option.value})
         return

@@ -18,6 +18,7 @@ from typing import Any
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.entrypoints.launch import main
+from vllm_lite.entrypoints.routes import NATIVE
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, FinishReason, RequestDelta
 from vllm_lite.sampling_params import SamplingParams
@@ -80,11 +81,18 @@ class FakeEngine:
         return self._admission_times_s.get(request_id)
 
     async def generate(
-        self, request_id: str, prompt: str, params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestDelta, None]:
         if not self.is_alive:
             raise EngineDeadError("the engine is dead.")
         params.check_limits(vocab_size=1000, max_num_seqs=self.max_num_seqs, max_logprobs=20)
+        prompt = prompt or ""
         if len(prompt) > MAX_PROMPT_CHARS:
             raise RequestError(f"prompt has {len(prompt)} tokens, the context holds {MAX_PROMPT_CHARS}.")
         self._stats.num_waiting += 1
@@ -150,7 +158,7 @@ def run(arguments: list[str]) -> int:
         time.sleep(script.get("load_s", 0.0))
         return FakeModel(FakeEngine(config.max_num_seqs, script.get("pieces", PIECES), script.get("delay_s", 0.0)))
 
-    return main(arguments, build)
+    return main(arguments, build, NATIVE)
 
 
 if __name__ == "__main__":

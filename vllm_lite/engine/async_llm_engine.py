@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from vllm_lite.engine.llm_engine import Executor, LLMEngine
 from vllm_lite.engine.sequence import Request
@@ -180,10 +181,18 @@ class AsyncLLMEngine:
         return None if stream is None or stream.request is None else stream.request.admission_time_s
 
     async def generate(
-        self, request_id: str, prompt: str | None, params: SamplingParams, *, prepared: Request | None = None
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        add_special_tokens: bool = True,
+        prepared: Request | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Yields a delta for each step that generated something. Closing or cancelling it aborts the request.
 
+        Without `prompt_token_ids` the prompt is tokenised, with what the tokenizer adds by itself or without it.
         `prepared` is what `LLMEngine.prepare` made of the other arguments, for callers that check many prompts first:
         these requests are queued in the order in which they are asked for.
 
@@ -198,8 +207,9 @@ class AsyncLLMEngine:
         try:
             request = prepared
             if request is None:
+                prepare = partial(self._engine.prepare, add_special_tokens=add_special_tokens)
                 request = await asyncio.get_running_loop().run_in_executor(
-                    self._tokenise_pool, self._engine.prepare, request_id, prompt, None, params
+                    self._tokenise_pool, prepare, request_id, prompt, prompt_token_ids, params
                 )
             if not stream.has_ended:
                 stream.request = request

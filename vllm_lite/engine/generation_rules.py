@@ -68,7 +68,9 @@ def check_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{name} must be valid Unicode, got half a surrogate pair at {error.start}.") from error
+        raise RequestError(
+            f"{name} must be valid Unicode, got half a surrogate pair at {error.start}.", name
+        ) from error
 
 
 def make_rules(
@@ -145,7 +147,7 @@ def _bad_word_ids(params: SamplingParams, vocab_size: int, tokenizer: Tokenizer)
         for variant in (word, " " + word):
             ids = tuple(tokenizer.encode_plain(variant))
             if not ids:
-                raise RequestError(f"bad_words must hold words of at least one token, got {text!r}.")
+                raise RequestError(f"bad_words must hold words of at least one token, got {text!r}.", "bad_words")
             if max(ids) < vocab_size:
                 words.add(ids)
     return sorted(words)
@@ -160,5 +162,6 @@ def _check_something_is_left(params: SamplingParams, banned: set[int], vocab_siz
         field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
         raise RequestError(
             f"{field} leaves no token to pick: every allowed id is a bad word, or ends the text before min_tokens, "
-            f"which is {params.min_tokens}."
+            f"which is {params.min_tokens}.",
+            field,
         )

@@ -77,7 +77,13 @@ class LLMEngine:
         return request
 
     def prepare(
-        self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int] | None, params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int] | None,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
     ) -> Request:
         """Checks a request without queueing it; without `prompt_token_ids` the prompt is tokenised. Any thread may."""
         settings = self._settings
@@ -87,10 +93,11 @@ class LLMEngine:
         if params.use_beam_search and params.num_candidates > settings.max_num_batched_tokens:
             raise RequestError(
                 f"best_of must be at most {settings.max_num_batched_tokens} (--max-num-batched-tokens) in beam search, "
-                f"got {params.num_candidates}."
+                f"got {params.num_candidates}.",
+                "best_of",
             )
         if prompt_token_ids is None:
-            prompt_token_ids = self._tokenise(prompt or "", params)
+            prompt_token_ids = self._tokenise(prompt or "", params, add_special_tokens=add_special_tokens)
         if params.truncate_prompt_tokens is not None:
             prompt_token_ids = prompt_token_ids[-params.truncate_prompt_tokens :]
         self._check_prompt(prompt_token_ids, params)
@@ -209,7 +216,7 @@ class LLMEngine:
             step_times=self._clock.times(),
         )
 
-    def _tokenise(self, prompt: str, params: SamplingParams) -> list[int]:
+    def _tokenise(self, prompt: str, params: SamplingParams, *, add_special_tokens: bool) -> list[int]:
         """Refuses a prompt that is surely too long before the time and memory to tokenise it are spent.
 
         The number of bytes is what is left to go by where only the end of the prompt will be used, and where the
@@ -223,17 +230,20 @@ class LLMEngine:
         if num_bytes > limit:
             raise RequestError(
                 f"prompt must have at most {limit} bytes for a context of {self._settings.max_model_len} tokens, "
-                f"got {num_bytes}."
+                f"got {num_bytes}.",
+                "prompt",
             )
-        return self._tokenizer.encode(prompt)
+        return self._tokenizer.encode(prompt) if add_special_tokens else self._tokenizer.encode_plain(prompt)
 
     def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         if not prompt_token_ids:
-            raise RequestError("prompt must have at least one token, got one that has none.")
+            raise RequestError("prompt must have at least one token, got one that has none.", "prompt")
         limit = self._settings.vocab_size - 1
         for token_id in (min(prompt_token_ids), max(prompt_token_ids)):
             if not 0 <= token_id <= limit:
-                raise RequestError(f"prompt must have token ids from 0 to {limit} (the model's), got {token_id}.")
+                raise RequestError(
+                    f"prompt must have token ids from 0 to {limit} (the model's), got {token_id}.", "prompt"
+                )
         self._check_prompt_len(len(prompt_token_ids), params)
 
     def _check_prompt_len(self, num_prompt_tokens: int, params: SamplingParams, qualifier: str = "") -> None:
@@ -244,7 +254,8 @@ class LLMEngine:
         share = f" for each of {params.num_candidates} candidates" if params.num_candidates > 1 else ""
         raise RequestError(
             f"prompt must leave room for at least one token: it has {qualifier}{num_prompt_tokens} tokens and the "
-            f"{name} holds {limit}{share}."
+            f"{name} holds {limit}{share}.",
+            "prompt",
         )
 
     def _note_prompt_logprobs(self, scored: Sequence[ScoredToken]) -> None:

@@ -7,7 +7,7 @@ import hmac
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from vllm_lite.entrypoints.responses import error_response
+from vllm_lite.entrypoints.failures import Failure, FailureError
 
 OPEN_PATHS = frozenset({"/health"})
 """What supervisors and balancers ask, which have no key: whether the engine lives, and nothing else."""
@@ -27,6 +27,6 @@ def require_key(key: str) -> Middleware:
         # In constant time, so that nobody learns from it how much of a guess was right.
         if hmac.compare_digest(token.strip().encode(errors="surrogateescape"), expected) and scheme.lower() == "bearer":
             return await handler(request)
-        return error_response(401, WRONG if token else MISSING, WWW_Authenticate="Bearer")
+        raise FailureError(Failure(401, WRONG if token else MISSING, headers={"WWW-Authenticate": "Bearer"}))
 
     return check

@@ -18,5 +18,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     from vllm_lite.entrypoints.launch import main
+    from vllm_lite.entrypoints.routes import NATIVE
 
-    sys.exit(main(sys.argv[1:], build_engine))
+    sys.exit(main(sys.argv[1:], build_engine, NATIVE))

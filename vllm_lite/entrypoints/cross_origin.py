@@ -6,7 +6,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from vllm_lite.config import ServerConfig
-from vllm_lite.entrypoints.responses import error_response
+from vllm_lite.entrypoints.failures import Failure, FailureError
 
 READABLE_HEADERS = "X-Request-Id, Retry-After"
 """What a page may read of an answer's headers, beside those that it always may."""
@@ -27,7 +27,8 @@ class CrossOrigin:
         own = _normal_origin(f"{request.scheme}://{request.headers.get(hdrs.HOST, '')}")
         for origin in origins:
             if _normal_origin(origin) != own and not self._is_allowed(origin):
-                return error_response(403, f"pages of {origin} may not call this server; see --allowed-origins.")
+                detail = f"pages of {origin} may not call this server; see --allowed-origins."
+                raise FailureError(Failure(403, detail))
         is_preflight = request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         if is_preflight and any(self._is_allowed(origin) for origin in origins):
             headers = {

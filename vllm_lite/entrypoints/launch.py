@@ -10,23 +10,40 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiohttp import web
 
 from vllm_lite.config import EngineConfig, flag_of, parse_command_line
 from vllm_lite.entrypoints.lifecycle import serve
 from vllm_lite.entrypoints.listening import bind, tls_context
+from vllm_lite.entrypoints.request_service import RequestService
 from vllm_lite.entrypoints.served_engine import ServedModel
 from vllm_lite.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-EXAMPLE = json.dumps({"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0})
+
+@dataclass(frozen=True)
+class ServerProgram:
+    """One of the servers that can be started: what differs between them."""
+
+    module: str
+    """What `python -m` starts."""
+    description: str
+    make_app: Callable[[RequestService], web.Application]
+    example_path: str
+    example: Mapping[str, Any]
+    """The body of a request that the ready line shows."""
 
 
-def main(arguments: list[str], build: Callable[[EngineConfig], ServedModel]) -> int:
+def main(arguments: list[str], build: Callable[[EngineConfig], ServedModel], program: ServerProgram) -> int:
     """Runs a server until it ends; the exit code of the process."""
     try:
-        return _run(arguments, build)
+        return _run(arguments, build, program)
     except StartupError as error:
         print(f"error: {error}", file=sys.stderr)
         logger.debug("where it was raised:", exc_info=True)
@@ -35,8 +52,8 @@ def main(arguments: list[str], build: Callable[[EngineConfig], ServedModel]) -> 
         return 130
 
 
-def _run(arguments: list[str], build: Callable[[EngineConfig], ServedModel]) -> int:
-    engine_config, config = parse_command_line(arguments)
+def _run(arguments: list[str], build: Callable[[EngineConfig], ServedModel], program: ServerProgram) -> int:
+    engine_config, config = parse_command_line(arguments, program.module, program.description)
     _configure_logging(config.log_level)
     if ignored := engine_config.fields_without_effect():
         logger.warning("accepted without effect: %s", ", ".join(flag_of(name) for name in ignored))
@@ -45,12 +62,13 @@ def _run(arguments: list[str], build: Callable[[EngineConfig], ServedModel]) -> 
         started = time.monotonic()
         model = build(engine_config)
         logger.info("%s loaded in %.1f s", model.model_name, time.monotonic() - started)
-        return asyncio.run(serve(model, sock, tls, engine_config, config, _announce))
+        announce = partial(_announce, program)
+        return asyncio.run(serve(model, sock, tls, engine_config, config, program.make_app, announce))
 
 
-def _announce(url: str) -> None:
+def _announce(program: ServerProgram, url: str) -> None:
     insecure = "-k " if url.startswith("https") else ""
-    print(f"Ready: curl {insecure}{url}/generate -d '{EXAMPLE}'", flush=True)
+    print(f"Ready: curl {insecure}{url}{program.example_path} -d '{json.dumps(program.example)}'", flush=True)
 
 
 def _configure_logging(level: str) -> None:

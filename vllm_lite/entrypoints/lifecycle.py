@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.listening import BACKLOG, allow_early_reuse, limit_unsent, server_url
-from vllm_lite.entrypoints.routes import Api, ServerState
+from vllm_lite.entrypoints.request_service import RequestService, ServerState
 from vllm_lite.entrypoints.served_engine import ServedEngine, ServedModel
 from vllm_lite.errors import StartupError
 
@@ -35,6 +35,7 @@ async def serve(
     tls: ssl.SSLContext | None,
     engine_config: EngineConfig,
     config: ServerConfig,
+    make_app: Callable[[RequestService], web.Application],
     announce: Callable[[str], None],
 ) -> int:
     """Serves until a signal comes or the engine dies; the exit code. `announce` gets the URL once the server listens.
@@ -43,7 +44,7 @@ async def serve(
     """
     engine, state = model.engine, ServerState()
     runner = web.AppRunner(
-        Api(engine, model.model_name, state, engine_config, config).make_app(),
+        make_app(RequestService(engine, model.model_name, state, engine_config, config)),
         handler_cancellation=True,  # a client that leaves aborts its request
         auto_decompress=False,  # a bomb would go off on the event loop, even in a body that nobody reads
         access_log=None,

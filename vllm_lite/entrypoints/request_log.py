@@ -12,6 +12,7 @@ from types import TracebackType
 from aiohttp import web
 
 from vllm_lite.config import EngineConfig
+from vllm_lite.entrypoints.failures import CutShortError
 from vllm_lite.errors import OverloadedError, RequestError
 from vllm_lite.outputs import FinishReason, RequestDelta
 
@@ -24,6 +25,8 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
     def __init__(self, request_id: str, config: EngineConfig, client_id: str | None = None) -> None:
         self.request_id = request_id
         """The engine's, which is in its messages; a client may know the request by another one."""
+        self.request_ids: list[str] = []
+        """What the engine has been asked: one request, or one for each of several prompts."""
         self._name = request_id if client_id is None else f"{client_id} ({request_id})"
         self.error: BaseException | None = None
         """What ended the request, where it was not raised to the record's block."""
@@ -32,31 +35,34 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self._is_logged = not config.disable_log_requests
         self._max_log_len = config.max_log_len
         self.prompt = ""
-        self._num_prompt_tokens = 0
+        self._num_prompt_tokens: dict[str, int] = {}
+        """Of each of the engine's requests."""
         self._num_output_tokens = 0
-        self._finish_reasons: dict[int, FinishReason | None] = {}
-        """Of each candidate, None while it is being generated."""
+        self._finish_reasons: dict[str, dict[int, FinishReason | None]] = {}
+        """Of each candidate of each of the engine's requests, None while it is being generated."""
         self._arrival_s = time.monotonic()
         self._admission_s: float | None = None
         self._first_token_s: float | None = None
 
     def add(self, delta: RequestDelta, num_prompt_tokens: int, admission_time_s: float | None) -> None:
         """Takes note of what a step added. Times are those of the monotonic clock."""
-        self._num_prompt_tokens = num_prompt_tokens
-        self._admission_s = admission_time_s
+        self._num_prompt_tokens[delta.request_id] = num_prompt_tokens
+        if self._admission_s is None:
+            self._admission_s = admission_time_s
         num_tokens = sum(len(output.token_ids) for output in delta.outputs)
         if num_tokens and self._first_token_s is None:
             self._first_token_s = time.monotonic()
         self._num_output_tokens += num_tokens
         if any(output.parent is not None for output in delta.outputs):  # it has all the candidates there are now
-            self._finish_reasons.clear()
+            self._finish_reasons.pop(delta.request_id, None)
+        reasons = self._finish_reasons.setdefault(delta.request_id, {})
         for output in delta.outputs:
-            self._finish_reasons[output.index] = output.finish_reason
+            reasons[output.index] = output.finish_reason
 
     @property
     def is_aborted(self) -> bool:
         """Whether the engine ended the request before all of its candidates were done."""
-        return "abort" in self._finish_reasons.values()
+        return any("abort" in reasons.values() for reasons in self._finish_reasons.values())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -66,7 +72,7 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
 
     def _line(self, error: BaseException | None) -> str:
         line = (
-            f"request {self._name}: {self._num_prompt_tokens} prompt tokens, "
+            f"request {self._name}: {sum(self._num_prompt_tokens.values())} prompt tokens, "
             f"{self._num_output_tokens} output tokens, queued {self._until(self._admission_s)}, "
             f"first token {self._until(self._first_token_s)}, total {self._until(time.monotonic())}, "
             f"{self._reason(error)}"
@@ -77,8 +83,9 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         return "never" if time_s is None else f"{time_s - self._arrival_s:.3f} s"
 
     def _reason(self, error: BaseException | None) -> str:
-        if error is None:
-            counts = Counter(reason for reason in self._finish_reasons.values() if reason is not None)
+        if error is None or isinstance(error, CutShortError):
+            reasons = (reason for one in self._finish_reasons.values() for reason in one.values())
+            counts = Counter(reason for reason in reasons if reason is not None)
             words = [reason if count == 1 else f"{reason} x {count}" for reason, count in counts.items()]
             if self.is_late and (self.is_aborted or not words):
                 words.append("timed out")

@@ -38,8 +38,16 @@ class ServedEngine(Protocol):
     def admission_time_s(self, request_id: str) -> float | None:
         """When the request first left the queue, in monotonic seconds, while `generate` is open; None before that."""
 
-    def generate(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:
-        """One delta a step that generated; closing it early aborts the request.
+    def generate(
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        add_special_tokens: bool = True,
+    ) -> AsyncGenerator[RequestDelta, None]:
+        """One delta a step that generated; closing it early aborts the request. Ids go before the text of a prompt.
 
         Raises RequestError, RequestFailedError and EngineDeadError.
         """
