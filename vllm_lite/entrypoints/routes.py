@@ -16,6 +16,7 @@ from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.answer import COMPACT, Answer
 from vllm_lite.entrypoints.api_key import require_key
 from vllm_lite.entrypoints.cross_origin import CrossOrigin
+from vllm_lite.entrypoints.http_connection import refuse_other_versions
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.openapi import openapi_document
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
@@ -27,7 +28,7 @@ from vllm_lite.entrypoints.request_id import (
     new_request_id,
 )
 from vllm_lite.entrypoints.request_log import RequestRecord
-from vllm_lite.entrypoints.responses import JSON_HEADERS, error_response, json_response
+from vllm_lite.entrypoints.responses import JSON_HEADERS, SERVER, error_response, json_response
 from vllm_lite.entrypoints.served_engine import ServedEngine
 from vllm_lite.entrypoints.stalled_readers import cut_when_stalled, write_in_time
 from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message, stream_messages
@@ -85,6 +86,7 @@ class Api:
         middlewares: list[Middleware] = [
             identify,
             write_in_time(self._config.slow_client_s),
+            refuse_other_versions,
             self._errors_as_json,
             self._refuse_when_stopping,
             cross_origin.check,
@@ -289,4 +291,4 @@ def _close_without_last_chunk(request: web.Request) -> None:
 
 
 async def _name_no_versions(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "vllm_lite"
+    response.headers["Server"] = SERVER
