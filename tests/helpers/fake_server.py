@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class FakeEngine:
         return self._admission_times_s.get(request_id)
 
     async def generate(
-        self, request_id: str, prompt: str, params: SamplingParams
+        self, request_id: str, prompt: str, params: SamplingParams, *, on_queued: Callable[[], None]
     ) -> AsyncGenerator[RequestDelta, None]:
         if not self.is_alive:
             raise EngineDeadError("the engine is dead.")
@@ -88,6 +88,7 @@ class FakeEngine:
         if len(prompt) > MAX_PROMPT_CHARS:
             raise RequestError(f"prompt has {len(prompt)} tokens, the context holds {MAX_PROMPT_CHARS}.")
         self._stats.num_waiting += 1
+        on_queued()
         is_running = is_done = False
         try:
             async with self._slots:

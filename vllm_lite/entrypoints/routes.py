@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
@@ -19,6 +20,7 @@ from vllm_lite.entrypoints.cross_origin import CrossOrigin
 from vllm_lite.entrypoints.http_connection import refuse_other_versions
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.openapi import openapi_document
+from vllm_lite.entrypoints.refusals import Refusals
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
 from vllm_lite.entrypoints.request_id import (
     add_request_id,
@@ -74,7 +76,8 @@ class Api:
         self._config = config
         self._max_body = config.max_body_mib * MIB
         self._delimiter = DELIMITERS[config.stream_delimiter]
-        self._registry = make_registry(engine, model_name)
+        self._refusals = Refusals("/generate")
+        self._registry = make_registry(engine, model_name, self._refusals.counts)
         self._document = openapi_document(engine_config, config)
         self._waiting_ids: set[str] = set()
         """Of the requests that are open, and had not left the queue when `_check_queue` last looked."""
@@ -86,6 +89,7 @@ class Api:
         middlewares: list[Middleware] = [
             identify,
             write_in_time(self._config.slow_client_s),
+            self._refusals.count,
             refuse_other_versions,
             self._errors_as_json,
             self._refuse_when_stopping,
@@ -123,7 +127,13 @@ class Api:
                 return self._cut_short(record)
             self._waiting_ids.add(record.request_id)
             try:
-                async with aclosing(self._engine.generate(record.request_id, asked.prompt, asked.params)) as deltas:
+                generated = self._engine.generate(
+                    record.request_id,
+                    asked.prompt,
+                    asked.params,
+                    on_queued=partial(self._refusals.mark_queued, request),
+                )
+                async with aclosing(generated) as deltas:
                     answer = self._stream if asked.is_stream else self._answer
                     return await answer(request, asked, deltas, record)
             finally:
@@ -223,9 +233,12 @@ class Api:
             async for delta in deltas:
                 self._record(delta, record)
                 if messages is None:  # not before the engine has accepted n, which may be any number
+                    ids = self._engine.prompt_token_ids(record.request_id)
+                    if not ids:  # it was ended before it was queued
+                        break
                     messages = stream_messages(
                         asked.prompt,
-                        self._engine.prompt_token_ids(record.request_id),
+                        ids,
                         asked.params,
                         has_details=asked.has_details,
                         is_deltas=asked.is_deltas,

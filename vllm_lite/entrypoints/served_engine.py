@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from vllm_lite.engine.statistics import EngineStats
@@ -38,8 +38,12 @@ class ServedEngine(Protocol):
     def admission_time_s(self, request_id: str) -> float | None:
         """When the request first left the queue, in monotonic seconds, while `generate` is open; None before that."""
 
-    def generate(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:
+    def generate(
+        self, request_id: str, prompt: str, params: SamplingParams, *, on_queued: Callable[[], None]
+    ) -> AsyncGenerator[RequestDelta, None]:
         """One delta a step that generated; closing it early aborts the request.
+
+        `on_queued` is called when the request has been accepted: from then on it is in the engine's counts.
 
         Raises RequestError, RequestFailedError and EngineDeadError.
         """
