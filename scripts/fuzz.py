@@ -144,7 +144,7 @@ def problem(case: Case, received: bytes) -> str | None:
     try:
         response.begin()
         body = response.read()
-        detail = json.loads(body)["detail"] if case.is_http and status >= 400 else ""
+        detail = json.loads(body)["detail"] if status >= 400 else ""
     except (http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         return f"answered {status} in a way that cannot be read: {error!r}"
     return None if isinstance(detail, str) else f"answered {status} with a detail that is no text"

@@ -77,6 +77,8 @@ BROKEN_HTTP = (
     CHUNKED + b"0x2\r\n{}\r\n0\r\n\r\n",
     CHUNKED + b"1\r\n{}\r\n0\r\n\r\n",
     CHUNKED + b"f" * 40 + b"\r\n{}\r\n0\r\n\r\n",
+    b"GET /health HTTP/0.9\r\n\r\n",
+    b"GET http://[bad/ HTTP/1.1\r\nHost: a\r\n\r\n",
     CHUNKED + b"2;" + b"e" * 50_000 + b"\r\n{}\r\n0\r\n\r\n",
     CHUNKED + b"2\r\n{}\r\n0\r\nTrailer\r\n\r\n",
 )
@@ -85,6 +87,7 @@ ODD_HEADERS = (
     "Content-Type: \x7f; charset=nothing",
     "Accept-Encoding: gzip, deflate, br",
     "Expect: 100-continue",
+    "Expect: the worst",
     "Cookie: " + "a=b; " * 500,
     "Range: bytes=5-2",
     "Upgrade: websocket",
@@ -106,8 +109,6 @@ class Case:
     """Whether the server may rightly wait for more, or keep the connection."""
     leave_after: int | None = None
     """The client leaves once it has this many bytes of the answer; None reads all."""
-    is_http: bool = True
-    """Whether a refusal comes from the server's own code, with a `detail`."""
 
 
 class Cases:
@@ -190,7 +191,7 @@ class Cases:
     def _odd_headers(self, generator: random.Random) -> Case:
         headers = generator.sample(ODD_HEADERS, generator.randint(1, 3))
         body = json.dumps({**self._fields(generator), "prompt": "a"}).encode()
-        return Case("odd headers", _post_bytes(body, *headers), None, is_http=False)
+        return Case("odd headers", _post_bytes(body, *headers), None)
 
     def _mutated(self, generator: random.Random) -> Case:
         """A valid request with a few bytes changed, in its body or anywhere."""
@@ -198,11 +199,11 @@ class Cases:
         if _flag(generator):
             return Case("mutated body", _post_bytes(_with_changes(body, generator)), SERVED_OR_REFUSED)
         data = _with_changes(_post_bytes(body), generator)
-        return Case("mutated", data, None, may_wait=True, is_http=False)
+        return Case("mutated", data, None, may_wait=True)
 
     def _truncated(self, generator: random.Random) -> Case:
         data = _post(self._fields(generator))
-        return Case("truncated", data[: generator.randrange(len(data))], None, may_wait=True, is_http=False)
+        return Case("truncated", data[: generator.randrange(len(data))], None, may_wait=True)
 
     def _leaving(self, generator: random.Random) -> Case:
         fields = {**self._fields(generator), "stream": generator.random() < 0.7, "max_tokens": None}
@@ -278,14 +279,14 @@ def _too_large(generator: random.Random) -> Case:
 
 def _broken_http(generator: random.Random) -> Case:
     data = generator.choice([*BROKEN_HTTP, generator.randbytes(generator.randint(1, 300))])
-    return Case("broken HTTP", data, None, may_wait=True, is_http=False)
+    return Case("broken HTTP", data, frozenset({400, CLOSED}), may_wait=True)
 
 
 def _wrong_route(generator: random.Random) -> Case:
     method = generator.choice(["GET", "PUT", "DELETE", "OPTIONS", "TRACE", "BREW"])
     path = generator.choice(["/", "/generate/", "/../../etc/passwd", "/%00", "/%ff%fe", "//", "/generate?a=b", "/v1"])
     head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
-    return Case("wrong route", head.encode(), frozenset({400, 404, 405}), is_http=method != "BREW")
+    return Case("wrong route", head.encode(), frozenset({400, 404, 405}))
 
 
 def _post(fields: dict[str, Any]) -> bytes:

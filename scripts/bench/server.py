@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scripts.bench.client import Address
 from scripts.bench.quiet import tree_cpu_s
-from vllm_lite.config import flag_of, hub_cache_dir
+from vllm_lite.config import API_KEY_VARIABLE, flag_of, hub_cache_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = [str(ROOT / "scripts" / "serve")]
@@ -58,14 +58,16 @@ def running(
 ) -> Iterator[Server]:
     """Starts a server on a free port of 127.0.0.1 and ends it afterwards.
 
-    `environment` is added to this process's. Raises RuntimeError with the server's log if it does not become ready.
+    `environment` is added to this process's, but for the key of the developer's own servers. Raises RuntimeError with
+    the server's log if it does not become ready.
     """
+    inherited = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
     with tempfile.TemporaryFile("w+") as log:
         start_s = time.perf_counter()
         process = subprocess.Popen(
             [*command, "--port", "0", *flags(options)],
             cwd=ROOT,
-            env={**os.environ, **(environment or {})},
+            env=inherited | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

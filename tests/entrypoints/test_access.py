@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from scripts.bench import server as bench_server
+from scripts.bench.client import exchange
 from tests.entrypoints.test_native_protocol import ASKED, STREAMED, assert_refused
 from tests.helpers.checkpoints import cached_checkpoint
-from tests.helpers.server import REAL, Response, Server, read_response, request_bytes, running_server
+from tests.helpers.server import FAKE, REAL, Response, Server, read_response, request_bytes, running_server
 from vllm_lite.config import API_KEY_VARIABLE, ServerConfig, parse_command_line
 from vllm_lite.errors import StartupError
 
@@ -23,14 +25,11 @@ BEARER = f"Authorization: Bearer {KEY}"
 @pytest.fixture(scope="module", params=["flag", "environment"])
 def locked(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server that needs the key."""
-    flags = ["--api-key", KEY] if request.param == "flag" else []
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:  # no other server shall inherit it
-            if request.param == "environment":
-                patch.setenv(API_KEY_VARIABLE, KEY)
-            server = stack.enter_context(running_server(*flags, "--log-level", "debug"))
+    is_flag = request.param == "flag"
+    flags = ["--api-key", KEY] if is_flag else []
+    with running_server(*flags, "--log-level", "debug", api_key=None if is_flag else KEY) as server:
         arguments = Path(f"/proc/{server.process.pid}/cmdline").read_text()
-        assert (KEY in arguments) == (request.param == "flag")
+        assert (KEY in arguments) == is_flag
         yield server
 
 
@@ -38,7 +37,7 @@ def locked(request: pytest.FixtureRequest) -> Iterator[Server]:
 def test_the_key_opens_every_path(locked: Server, header: str) -> None:
     for fields in (ASKED, STREAMED):
         assert locked.post(fields, header).status == 200
-    assert locked.get("/metrics", header).status == 200
+    assert locked.get("/metrics", header).status == locked.get("/openapi.json", header).status == 200
     assert locked.get("/nothing", header).status == 404
 
 
@@ -62,9 +61,17 @@ def test_without_the_key_nothing_but_health_answers(locked: Server, headers: lis
         assert_refused(response, 401, word)
         assert response.headers["www-authenticate"] == "Bearer"
         assert KEY.encode() not in response.raw
-    assert locked.get("/nothing", *headers).status == 401
+    assert locked.get("/nothing", *headers).status == locked.get("/openapi.json", *headers).status == 401
     assert locked.get("/health", *headers).status == 200
     assert KEY not in locked.log and KEY not in locked.ready_line
+
+
+def test_a_developers_own_key_is_not_that_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "of-the-developer")
+    with running_server() as server:
+        assert server.get("/metrics").status == 200
+    with bench_server.running({}, command=[sys.executable, "-m", FAKE]) as started:
+        assert exchange(started.address, [b"GET /metrics HTTP/1.0\r\n\r\n"])[0].body()
 
 
 def test_the_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -10,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -19,8 +22,11 @@ from tests.helpers.engine_fakes import FakeExecutor, make_engine
 from tests.helpers.server import sample_name
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
+from vllm_lite.engine.llm_engine import LLMEngine
+from vllm_lite.engine.sequence import Request
 from vllm_lite.engine.statistics import BOUNDS_S
 from vllm_lite.engine.step import StepInput, StepOutput
+from vllm_lite.entrypoints.refusals import STATUSES
 from vllm_lite.entrypoints.request_service import RequestService, ServerState
 from vllm_lite.entrypoints.routes import make_native_app
 
@@ -46,9 +52,12 @@ class Executor(FakeExecutor):
         super().__init__()
         self.may_end = threading.Event()
         self.may_end.set()
+        self.is_broken = False
 
     def execute(self, step: StepInput) -> StepOutput:
         assert self.may_end.wait(PATIENCE_S)
+        if self.is_broken:
+            raise RuntimeError("the device is gone")
         if POISON in step.token_ids and step.shape.max_query_len > 1:
             raise RuntimeError("the device is on fire")
         return super().execute(step)
@@ -57,9 +66,12 @@ class Executor(FakeExecutor):
 class Service:
     """A server and its client."""
 
-    def __init__(self, client: TestClient[Any, Any], engine: AsyncLLMEngine, executor: Executor) -> None:
+    def __init__(
+        self, client: TestClient[Any, Any], engine: AsyncLLMEngine, executor: Executor, key: str | None
+    ) -> None:
         self.executor = executor
         self.engine = engine
+        self.key = {"Authorization": f"Bearer {key}"}
         self._client = client
 
     async def post(self, fields: dict[str, Any]) -> int:
@@ -67,8 +79,23 @@ class Service:
             await response.read()
             return response.status
 
+    async def ask(
+        self, method: str, headers: dict[str, str], body: bytes | io.BytesIO | None = None, path: str = "/generate"
+    ) -> int:
+        async with self._client.request(method, path, data=body, headers=headers) as response:
+            await response.read()
+            return response.status
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self._client.port)
+
+    async def refused(self) -> dict[str, float]:
+        """The counts that are not 0, by status."""
+        counts = {sample.labels.get("status", ""): sample.value for sample in await self.samples()}
+        return {status: count for status, count in counts.items() if status and count}
+
     async def text(self) -> str:
-        async with self._client.get("/metrics") as response:
+        async with self._client.get("/metrics", headers=self.key) as response:
             return await response.text()
 
     async def samples(self) -> list[Sample]:
@@ -80,15 +107,17 @@ class Service:
 
 
 @asynccontextmanager
-async def running(model_name: str = "tiny") -> AsyncGenerator[Service, None]:
+async def running(
+    model_name: str = "tiny", state: ServerState | None = None, llm_engine: LLMEngine | None = None, **config: Any
+) -> AsyncGenerator[Service, None]:
     executor = Executor()
-    engine = AsyncLLMEngine(make_engine(), executor)
-    service = RequestService(engine, model_name, ServerState(), EngineConfig(), ServerConfig())
+    engine = AsyncLLMEngine(llm_engine or make_engine(), executor)
+    service = RequestService(engine, model_name, state or ServerState(), EngineConfig(), ServerConfig(**config))
     server = TestServer(make_native_app(service))
     await server.start_server()
     engine.start()
     async with TestClient(server) as client:
-        yield Service(client, engine, executor)
+        yield Service(client, engine, executor, config.get("api_key"))
     await engine.stop()
 
 
@@ -131,6 +160,8 @@ async def test_every_request_is_counted_as_what_became_of_it() -> None:
         "num_total_kv_blocks": 200,
         "num_preemptions_total": 0,
         "num_requests_accepted_total": 7,
+        'num_requests_refused_total{status="400"}': 5,
+        **{f'num_requests_refused_total{{status="{status}"}}': 0 for status in STATUSES if status != 400},
         'request_success_total{finished_reason="length"}': 3,
         'request_success_total{finished_reason="stop"}': 1,
         "num_requests_failed_total": 2,
@@ -148,6 +179,84 @@ async def test_every_request_is_counted_as_what_became_of_it() -> None:
         'step_time_seconds_count{phase="postprocess"}': 5 + 7 + 1 + 3 + 1,
     }
     assert {name: value for name, value in metrics.items() if "_bucket" not in name and "_sum" not in name} == expected
+
+
+async def test_every_refusal_is_counted_once_by_its_status() -> None:
+    state = ServerState()
+    async with running(state=state, api_key="key", max_body_mib=1, request_timeout_s=0.2) as service:
+        key = service.key
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 2, **GREEDY}).encode()
+        assert await service.ask("POST", key, body) == 200
+        assert await service.ask("POST", {}, body) == 401
+        assert await service.ask("POST", key | {"Origin": "http://page.example"}, body) == 403
+        assert await service.ask("GET", key) == 405
+        assert await service.ask("POST", key, b"[]") == 400
+        assert await service.ask("POST", key, b"{") == 400
+        assert await service.ask("POST", key, io.BytesIO(b" " * 2**20 + body)) == 413
+        state.is_stopping = True
+        assert await service.ask("POST", key, body) == 503
+        state.is_stopping = False
+        counts = {sample_name(sample): sample.value for sample in await service.samples()}
+        assert await service.refused() == {"400": 2, "401": 1, "403": 1, "405": 1, "413": 1, "503": 1}
+    assert counts["num_requests_accepted_total"] == 1
+
+
+async def test_preflights_and_other_paths_are_no_refusals() -> None:
+    async with running(allowed_origins=("http://page.example",)) as service:
+        page = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
+        assert await service.ask("OPTIONS", page) == 204
+        assert await service.ask("GET", {}, path="/nothing") == 404
+        assert await service.refused() == {}
+
+
+async def test_clients_that_leave_before_their_request_is_queued_are_counted() -> None:
+    async with running() as service:
+        _, writer = await service.connect()
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        assert await service.post({"prompt": PROMPT, "max_tokens": 1}) == 200  # the other one has been seen by now
+        writer.close()
+        await leave_in_mid_step(service)
+        assert await service.refused() == {"499": 1}
+        assert (await service.metrics())["num_requests_accepted_total"] == 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "details": True}])
+async def test_what_ends_while_it_is_tokenised_is_refused(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm_engine, is_over = make_engine(), threading.Event()
+    prepare = llm_engine.prepare
+
+    def prepare_late(*arguments: Any) -> Request:
+        assert is_over.wait(PATIENCE_S)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(llm_engine, "prepare", prepare_late)
+    async with running(llm_engine=llm_engine, request_timeout_s=0.05) as service:
+        client = asyncio.create_task(service.post({"prompt": PROMPT, "max_tokens": 2, **fields}))
+        await asyncio.sleep(0.1)
+        is_over.set()
+        assert await client == 504
+        assert await service.refused() == {"504": 1}
+        assert (await service.metrics())["num_requests_accepted_total"] == 0
+
+
+async def test_a_full_queue_and_a_dead_engine_refuse_what_they_did_not_accept() -> None:
+    async with running(max_waiting_requests=1) as service:
+        service.executor.may_end.clear()
+        first = asyncio.create_task(service.post({"prompt": "a", "max_tokens": 2}))
+        await wait_until(lambda: service.engine.stats().num_running == 1)
+        service.executor.is_broken = True
+        second = asyncio.create_task(service.post({"prompt": "b", "max_tokens": 2}))
+        await wait_until(lambda: service.engine.stats().num_waiting == 1)
+        assert await service.post({"prompt": "c"}) == 503
+        service.executor.may_end.set()
+        assert [await first, await second, await service.post({"prompt": "d"})] == [500, 500, 500]
+        assert await service.post({"prompt": "e"}) == 503
+        assert await service.refused() == {"503": 2}
+        metrics = await service.metrics()
+        assert metrics["num_requests_accepted_total"] == metrics["num_requests_failed_total"] == 3
 
 
 async def test_gauges_tell_what_happens_now() -> None:

@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,7 @@ class FakeEngine:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
+        on_queued: Callable[[], None],
     ) -> AsyncGenerator[RequestDelta, None]:
         if not self.is_alive:
             raise EngineDeadError("the engine is dead.")
@@ -96,6 +97,7 @@ class FakeEngine:
         if len(prompt) > MAX_PROMPT_CHARS:
             raise RequestError(f"prompt has {len(prompt)} tokens, the context holds {MAX_PROMPT_CHARS}.")
         self._stats.num_waiting += 1
+        on_queued()
         is_running = is_done = False
         try:
             async with self._slots:

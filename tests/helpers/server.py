@@ -6,6 +6,7 @@ Every wait is bounded: sockets have timeouts, and a process that does not get re
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -21,6 +22,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+from vllm_lite.config import API_KEY_VARIABLE
 
 REAL = "vllm_lite.entrypoints.api_server"
 FAKE = "tests.helpers.fake_server"
@@ -105,8 +108,13 @@ class Server:
 
 
 @contextmanager
-def running_server(*flags: str, module: str = FAKE, script: dict[str, Any] | None = None) -> Iterator[Server]:
-    """Starts a server on a free port and ends it afterwards; `script` is for the fake engine alone."""
+def running_server(
+    *flags: str, module: str = FAKE, script: dict[str, Any] | None = None, api_key: str | None = None
+) -> Iterator[Server]:
+    """Starts a server on a free port and ends it afterwards; `script` is for the fake engine alone.
+
+    `api_key` is what its environment has for the key: that of the developer's own servers is not passed on.
+    """
     command = [sys.executable, "-m", module, "--port", "0", *flags]
     if script is not None:
         command += ["--script", json.dumps(script)]
@@ -114,7 +122,13 @@ def running_server(*flags: str, module: str = FAKE, script: dict[str, Any] | Non
         log_path = Path(folder) / "stderr"
         with log_path.open("w") as log:
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=_environment(api_key),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
             )
         watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
         watchdog.start()
@@ -137,8 +151,19 @@ def run_server(*flags: str, module: str = REAL) -> subprocess.CompletedProcess[s
     """Runs a server that is expected to end by itself."""
     command = [sys.executable, "-m", module, *flags]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=START_TIMEOUT_S, stdin=subprocess.DEVNULL
+        command,
+        cwd=ROOT,
+        env=_environment(None),
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
     )
+
+
+def _environment(api_key: str | None) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+    return own if api_key is None else {**own, API_KEY_VARIABLE: api_key}
 
 
 def sample_name(sample: Sample) -> str:

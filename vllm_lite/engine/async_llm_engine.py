@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -189,12 +189,14 @@ class AsyncLLMEngine:
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
         prepared: Request | None = None,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Yields a delta for each step that generated something. Closing or cancelling it aborts the request.
 
         Without `prompt_token_ids` the prompt is tokenised, with what the tokenizer adds by itself or without it.
         `prepared` is what `LLMEngine.prepare` made of the other arguments, for callers that check many prompts first:
-        these requests are queued in the order in which they are asked for.
+        these requests are queued in the order in which they are asked for. `on_queued` is called when the request has
+        been accepted.
 
         Raises RequestError for a caller's mistake (before the first delta), RequestFailedError where this request
         failed, EngineDeadError where no request can be served.
@@ -214,6 +216,7 @@ class AsyncLLMEngine:
             if not stream.has_ended:
                 stream.request = request
                 self._engine.enqueue(request, arrival_time_s)
+                on_queued()
                 self._has_work.set()
             finished = False
             while not finished:

@@ -9,17 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.entrypoints.api_key import require_key
 from vllm_lite.entrypoints.cross_origin import CrossOrigin
-from vllm_lite.entrypoints.failures import Failure, FailureError, FailureShape, failures_as
+from vllm_lite.entrypoints.failures import FAILURE_SHAPE, Failure, FailureError, FailureShape, failures_as
+from vllm_lite.entrypoints.http_connection import refuse_other_versions
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.request_id import add_request_id, identify
 from vllm_lite.entrypoints.request_service import MIB, STOPPING, RequestService
-from vllm_lite.entrypoints.responses import json_response
+from vllm_lite.entrypoints.responses import SERVER, json_response
 from vllm_lite.entrypoints.stalled_readers import write_in_time
 
 
@@ -35,22 +36,25 @@ class ApiProtocol:
 
 def make_app(service: RequestService, protocol: ApiProtocol) -> web.Application:
     """The application with the protocol's routes and those that every server has."""
-    config = service.config
+    config, routes = service.config, list(protocol.routes)
     cross_origin = CrossOrigin(config)
     middlewares: list[Middleware] = [
         identify,
         write_in_time(config.slow_client_s),
+        service.refusals.count_at({route.path for route in routes if route.method == hdrs.METH_POST}),
         failures_as(protocol.failure_shape, config),
+        refuse_other_versions,
         _refuse_when_stopping(service),
         cross_origin.check,
     ]
     if config.api_key is not None:
         middlewares.append(require_key(config.api_key))
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_mib * MIB)
+    app[FAILURE_SHAPE] = protocol.failure_shape
     common = _CommonRoutes(service, protocol)
     app.add_routes(
         [
-            *protocol.routes,
+            *routes,
             web.get("/health", common.health),
             web.get("/metrics", common.metrics),
             web.get("/openapi.json", common.openapi),
@@ -66,7 +70,7 @@ def make_app(service: RequestService, protocol: ApiProtocol) -> web.Application:
 class _CommonRoutes:
     def __init__(self, service: RequestService, protocol: ApiProtocol) -> None:
         self._engine = service.engine
-        self._registry = make_registry(service.engine, service.model_name)
+        self._registry = make_registry(service.engine, service.model_name, service.refusals.counts)
         self._document = protocol.document
 
     async def health(self, request: web.Request) -> web.Response:
@@ -97,4 +101,4 @@ def _refuse_when_stopping(service: RequestService) -> Middleware:
 
 
 async def _name_no_versions(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "vllm_lite"
+    response.headers["Server"] = SERVER

@@ -31,6 +31,8 @@ class Failure:
 
 FailureShape = Callable[[Failure], dict[str, Any]]
 """Makes the JSON body of a failure."""
+FAILURE_SHAPE = web.AppKey("failure_shape", Callable[[Failure], dict[str, Any]])
+"""Of the application's protocol, for failures that come before its middlewares."""
 
 
 class FailureError(Exception):
@@ -61,12 +63,17 @@ def failures_as(shape: FailureShape, config: ServerConfig) -> Middleware:
             failure = failure_of(error)
         except HTTP_ERRORS as error:
             failure = http_failure(request, error, config)
-        response = json_response(failure.status, shape(failure), **failure.headers)
-        if failure.closes_connection:
-            response.force_close()
-        return response
+        return failure_response(failure, shape)
 
     return answer
+
+
+def failure_response(failure: Failure, shape: FailureShape) -> web.Response:
+    """What the client gets."""
+    response = json_response(failure.status, shape(failure), **failure.headers)
+    if failure.closes_connection:
+        response.force_close()
+    return response
 
 
 def failure_of(error: Exception) -> Failure:

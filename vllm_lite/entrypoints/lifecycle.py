@@ -9,11 +9,14 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_lite.config import EngineConfig, ServerConfig
+from vllm_lite.entrypoints.failures import FAILURE_SHAPE, FailureShape
+from vllm_lite.entrypoints.http_connection import HttpConnection
 from vllm_lite.entrypoints.listening import BACKLOG, allow_early_reuse, limit_unsent, server_url
 from vllm_lite.entrypoints.request_service import RequestService, ServerState
 from vllm_lite.entrypoints.served_engine import ServedEngine, ServedModel
@@ -43,24 +46,22 @@ async def serve(
     Raises StartupError if the port was taken after all.
     """
     engine, state = model.engine, ServerState()
+    app = make_app(RequestService(engine, model.model_name, state, engine_config, config))
     runner = web.AppRunner(
-        make_app(RequestService(engine, model.model_name, state, engine_config, config)),
+        app,
         handler_cancellation=True,  # a client that leaves aborts its request
-        auto_decompress=False,  # a bomb would go off on the event loop, even in a body that nobody reads
-        access_log=None,
-        logger=_http_logger(),
         shutdown_timeout=HANDLER_GRACE_S,
     )
     await runner.setup()
     engine.start()
     try:
-        site = await _listen(runner, sock, tls)
+        listener = await _listen(runner, app[FAILURE_SHAPE], sock, tls)
         is_told_to_stop = _catch_stop_signals()
         announce(server_url(config.host, sock.getsockname()[1], is_tls=tls is not None))
         await _until_stop_or_death(engine, is_told_to_stop)
         if engine.is_alive:
             state.is_stopping = True
-            await site.stop()
+            listener.close()
             await _finish_requests(engine, config.shutdown_grace_s)
         if not engine.is_alive:
             logger.error("the engine is dead: the server exits")
@@ -73,16 +74,26 @@ async def serve(
     return exit_code
 
 
-async def _listen(runner: web.AppRunner, sock: socket.socket, tls: ssl.SSLContext | None) -> web.SockSite:
+async def _listen(
+    runner: web.AppRunner, shape: FailureShape, sock: socket.socket, tls: ssl.SSLContext | None
+) -> asyncio.Server:
+    """As `web.SockSite` does it, which has no place for a kind of connection of our own."""
+    loop, server = asyncio.get_running_loop(), runner.server
+    assert server is not None, "the runner has been set up"
+
+    # Without decompression: a bomb would go off on the event loop, even in a body that nobody reads.
+    options: dict[str, Any] = {"auto_decompress": False, "access_log": None, "logger": _http_logger()}
+
+    def connect() -> HttpConnection:
+        return HttpConnection(server, shape, loop=loop, **options)
+
     allow_early_reuse(sock)
     limit_unsent(sock)
-    site = web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG)
     try:
-        await site.start()
+        return await loop.create_server(connect, sock=sock, ssl=tls, backlog=BACKLOG)
     except OSError as error:
         port = sock.getsockname()[1]
         raise StartupError(f"port {port} was taken while the model loaded; choose another one with --port.") from error
-    return site
 
 
 def _catch_stop_signals() -> asyncio.Event:

@@ -24,10 +24,11 @@ Samples: TypeAlias = list[tuple[Mapping[str, str], Value]]
 
 
 class EngineCollector(Collector):
-    """Turns the engine's counts into metrics; the engine itself knows nothing of Prometheus."""
+    """Turns the engine's counts, and those of refused requests, into metrics; the engine knows nothing of these."""
 
-    def __init__(self, engine: ServedEngine, model_name: str) -> None:
+    def __init__(self, engine: ServedEngine, model_name: str, refusals: Mapping[int, int]) -> None:
         self._engine = engine
+        self._refusals = refusals
         self._model_name = model_name.encode(errors="replace").decode()  # a folder's name may be any bytes
 
     def collect(self) -> Iterable[Metric]:
@@ -37,7 +38,7 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
-        for name, (help_text, counts) in _counters(stats).items():
+        for name, (help_text, counts) in _counters(stats, self._refusals).items():
             counter = CounterMetricFamily(PREFIX + name, help_text, labels=self._label_names(counts))
             for label, count in counts:
                 counter.add_metric([self._model_name, *label.values()], count)
@@ -52,10 +53,10 @@ class EngineCollector(Collector):
         return ["model_name", *samples[0][0]]
 
 
-def make_registry(engine: ServedEngine, model_name: str) -> CollectorRegistry:
-    """A registry of this server alone, so that two servers in a process do not mix."""
+def make_registry(engine: ServedEngine, model_name: str, refusals: Mapping[int, int]) -> CollectorRegistry:
+    """A registry of this server alone, so that two servers in a process do not mix. `refusals` are counts by status."""
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, model_name))
+    registry.register(EngineCollector(engine, model_name, refusals))
     return registry
 
 
@@ -69,9 +70,10 @@ def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
     }
 
 
-def _counters(stats: EngineStats) -> dict[str, tuple[str, Samples[int]]]:
+def _counters(stats: EngineStats, refusals: Mapping[int, int]) -> dict[str, tuple[str, Samples[int]]]:
     """Prometheus adds `_total` to their names."""
     finished: Samples[int] = [({"finished_reason": reason}, count) for reason, count in stats.num_finished.items()]
+    refused: Samples[int] = [({"status": str(status)}, count) for status, count in refusals.items()]
     counts = {
         "num_preemptions": ("Requests that lost their KV blocks and were queued again.", stats.num_preemptions),
         "num_requests_accepted": ("Requests that were queued; refused ones are not.", stats.num_accepted),
@@ -84,6 +86,7 @@ def _counters(stats: EngineStats) -> dict[str, tuple[str, Samples[int]]]:
     }
     return {
         "request_success": ('Finished requests: "length" where a candidate was cut off, else "stop".', finished),
+        "num_requests_refused": ("Requests that were not queued, by the status of their answer.", refused),
         **{name: (help_text, [({}, count)]) for name, (help_text, count) in counts.items()},
     }
 

@@ -13,7 +13,7 @@ HEADER = "X-Request-Id"
 FITTING = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """What cannot break a line of a log or a header."""
 
-_current: ContextVar[str] = ContextVar("request_id")
+_current: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Each request is handled in a context of its own."""
 
 
@@ -29,8 +29,8 @@ def new_request_id() -> str:
 
 
 def current_request_id() -> str:
-    """The id in the answer's header."""
-    return _current.get()
+    """The id in the answer's header; a new one where the request was refused before it got one."""
+    return _current.get() or new_request_id()
 
 
 @web.middleware

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.failures import CutShortError, Failure
+from vllm_lite.entrypoints.refusals import Refusals
 from vllm_lite.entrypoints.request_id import client_request_id, current_request_id, new_request_id
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.served_engine import ServedEngine
@@ -62,6 +63,7 @@ class RequestService:
         self.state = state
         self.engine_config = engine_config
         self.config = config
+        self.refusals = Refusals()
         self._waiting_ids: set[str] = set()
         """Of the requests that are open, and had not left the queue when `check_queue` last looked."""
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")

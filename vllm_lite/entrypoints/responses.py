@@ -8,6 +8,8 @@ from typing import Any
 from aiohttp import web
 
 JSON_HEADERS = {"Content-Type": "application/json"}
+SERVER = "vllm_lite"
+"""The header of that name, without versions: nobody needs to know which faults there may be."""
 
 
 def json_response(status: int, value: dict[str, Any], **headers: str) -> web.Response:

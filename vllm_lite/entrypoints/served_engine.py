@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from vllm_lite.engine.statistics import EngineStats
@@ -46,8 +46,11 @@ class ServedEngine(Protocol):
         *,
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
+        on_queued: Callable[[], None],
     ) -> AsyncGenerator[RequestDelta, None]:
         """One delta a step that generated; closing it early aborts the request. Ids go before the text of a prompt.
+
+        `on_queued` is called when the request has been accepted: from then on it is in the engine's counts.
 
         Raises RequestError, RequestFailedError and EngineDeadError.
         """
