@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_lite.engine.llm_engine import Executor, LLMEngine
@@ -21,7 +21,7 @@ from vllm_lite.engine.sequence import Request
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.errors import EngineDeadError, RequestFailedError
-from vllm_lite.outputs import CompletionDelta, RequestDelta
+from vllm_lite.outputs import CompletionDelta, RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -180,12 +180,19 @@ class AsyncLLMEngine:
         return None if stream is None or stream.request is None else stream.request.admission_time_s
 
     async def generate(
-        self, request_id: str, prompt: str | None, params: SamplingParams, *, prepared: Request | None = None
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        *,
+        prepared: Request | None = None,
+        on_end: Callable[[RequestTally], None] | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Yields a delta for each step that generated something. Closing or cancelling it aborts the request.
 
         `prepared` is what `LLMEngine.prepare` made of the other arguments, for callers that check many prompts first:
-        these requests are queued in the order in which they are asked for.
+        these requests are queued in the order in which they are asked for. `on_end` gets what was counted of the
+        request, however it ends, before this generator does; it is not called for one that was not queued.
 
         Raises RequestError for a caller's mistake (before the first delta), RequestFailedError where this request
         failed, EngineDeadError where no request can be served.
@@ -214,6 +221,8 @@ class AsyncLLMEngine:
             del self._streams[request_id]
             if self._death is None:  # a dead engine's queues cannot be trusted
                 self._engine.abort(request_id)
+            if on_end is not None and stream.request is not None and stream.request.outcome is not None:
+                on_end(stream.request.tally)
             if not self._streams:
                 self._is_idle.set()
 

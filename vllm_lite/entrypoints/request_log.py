@@ -1,4 +1,7 @@
-"""One line in the log for each request: never its prompt, unless `--max-log-len` asks for the beginning."""
+"""One line in the log for each request: never its prompt, unless `--max-log-len` asks for the beginning.
+
+Its tokens are those that the engine has computed and counted, so that the lines add up to `/metrics`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from aiohttp import web
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import OverloadedError, RequestError
-from vllm_lite.outputs import FinishReason, RequestDelta
+from vllm_lite.outputs import FinishReason, RequestDelta, RequestTally
 
 logger = logging.getLogger(__name__)
 
@@ -32,26 +35,24 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self._is_logged = not config.disable_log_requests
         self._max_log_len = config.max_log_len
         self.prompt = ""
-        self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
+        self._tally: RequestTally | None = None
         self._finish_reasons: dict[int, FinishReason | None] = {}
         """Of each candidate, None while it is being generated."""
         self._arrival_s = time.monotonic()
-        self._admission_s: float | None = None
         self._first_token_s: float | None = None
 
-    def add(self, delta: RequestDelta, num_prompt_tokens: int, admission_time_s: float | None) -> None:
-        """Takes note of what a step added. Times are those of the monotonic clock."""
-        self._num_prompt_tokens = num_prompt_tokens
-        self._admission_s = admission_time_s
-        num_tokens = sum(len(output.token_ids) for output in delta.outputs)
-        if num_tokens and self._first_token_s is None:
+    def add(self, delta: RequestDelta) -> None:
+        """Takes note of what a step added."""
+        if self._first_token_s is None and any(output.token_ids for output in delta.outputs):
             self._first_token_s = time.monotonic()
-        self._num_output_tokens += num_tokens
         if any(output.parent is not None for output in delta.outputs):  # it has all the candidates there are now
             self._finish_reasons.clear()
         for output in delta.outputs:
             self._finish_reasons[output.index] = output.finish_reason
+
+    def end(self, tally: RequestTally) -> None:
+        """Takes note of what the engine has counted, so that the log and `/metrics` agree."""
+        self._tally = tally
 
     @property
     def is_aborted(self) -> bool:
@@ -65,13 +66,21 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
             logger.info("%s", self._line(error or self.error))
 
     def _line(self, error: BaseException | None) -> str:
+        tally = self._tally
         line = (
-            f"request {self._name}: {self._num_prompt_tokens} prompt tokens, "
-            f"{self._num_output_tokens} output tokens, queued {self._until(self._admission_s)}, "
+            f"request {self._name}: {tally.num_prompt_tokens if tally else 0} prompt tokens, "
+            f"{tally.num_generated_tokens if tally else 0} output tokens, {self._queued()}, "
             f"first token {self._until(self._first_token_s)}, total {self._until(time.monotonic())}, "
             f"{self._reason(error)}"
         )
         return line if self._max_log_len is None else f"{line}, prompt {self.prompt[: self._max_log_len]!r}"
+
+    def _queued(self) -> str:
+        if self._tally is None:
+            return "not queued"
+        if self._tally.admission_time_s is None:
+            return "queued to its end"
+        return f"queued {self._until(self._tally.admission_time_s)}"
 
     def _until(self, time_s: float | None) -> str:
         return "never" if time_s is None else f"{time_s - self._arrival_s:.3f} s"
@@ -84,6 +93,8 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
                 words.append("timed out")
             return ", ".join(words) or "unfinished"
         if isinstance(error, (asyncio.CancelledError, ConnectionError)):
-            return "client left"
+            if self._tally is None or self._tally.outcome == "abort":
+                return "client left"
+            return f"client left after the end: {self._tally.outcome}"
         outcome = "refused" if isinstance(error, (RequestError, OverloadedError, web.HTTPException)) else "failed"
         return f"{outcome}: {str(error)[:200]!r}"

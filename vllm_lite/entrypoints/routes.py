@@ -121,7 +121,8 @@ class Api:
                 return self._cut_short(record)
             self._waiting_ids.add(record.request_id)
             try:
-                async with aclosing(self._engine.generate(record.request_id, asked.prompt, asked.params)) as deltas:
+                deltas = self._engine.generate(record.request_id, asked.prompt, asked.params, on_end=record.end)
+                async with aclosing(deltas):
                     answer = self._stream if asked.is_stream else self._answer
                     return await answer(request, asked, deltas, record)
             finally:
@@ -190,17 +191,12 @@ class Api:
             return error_response(504, f"the answer was not complete within {limit_s:g} s (--request-timeout-s).")
         return error_response(503, STOPPING)
 
-    def _record(self, delta: RequestDelta, record: RequestRecord) -> None:
-        request_id = record.request_id
-        num_prompt_tokens = len(self._engine.prompt_token_ids(request_id))
-        record.add(delta, num_prompt_tokens, self._engine.admission_time_s(request_id))
-
     async def _answer(
         self, request: web.Request, asked: GenerateRequest, deltas: Deltas, record: RequestRecord
     ) -> web.StreamResponse:
         answer: Answer | None = None
         async for delta in deltas:
-            self._record(delta, record)
+            record.add(delta)
             if answer is None:  # not before the engine has accepted n, which may be any number
                 ids = self._engine.prompt_token_ids(record.request_id)
                 answer = Answer(asked.prompt, ids, asked.params.n, COMPACT, has_details=asked.has_details)
@@ -219,7 +215,7 @@ class Api:
             response.force_close()
         try:
             async for delta in deltas:
-                self._record(delta, record)
+                record.add(delta)
                 if messages is None:  # not before the engine has accepted n, which may be any number
                     messages = stream_messages(
                         asked.prompt,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from vllm_lite.engine.statistics import EngineStats
-from vllm_lite.outputs import RequestDelta
+from vllm_lite.outputs import RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
 
@@ -38,9 +38,12 @@ class ServedEngine(Protocol):
     def admission_time_s(self, request_id: str) -> float | None:
         """When the request first left the queue, in monotonic seconds, while `generate` is open; None before that."""
 
-    def generate(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:
+    def generate(
+        self, request_id: str, prompt: str, params: SamplingParams, *, on_end: Callable[[RequestTally], None]
+    ) -> AsyncGenerator[RequestDelta, None]:
         """One delta a step that generated; closing it early aborts the request.
 
+        `on_end` gets what was counted of the request before the generator ends; not of one that was never queued.
         Raises RequestError, RequestFailedError and EngineDeadError.
         """
 
