@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 FinishReason = Literal["stop", "length", "abort"]
+Outcome = Literal["stop", "length", "abort", "failed"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,20 @@ class RequestDelta:
     finished: bool
     prompt_logprobs: list[dict[int, float] | None] | None = None
     """In the first delta, where they are asked for."""
+
+
+@dataclass(frozen=True)
+class RequestTally:
+    """What the engine's counters have taken of one request that was queued, once it has ended."""
+
+    outcome: Outcome
+    """Under which it was counted: "length" where one candidate of a finished request was cut off, else "stop"."""
+    num_prompt_tokens: int
+    """0 where the prompt was not computed to its end."""
+    num_generated_tokens: int
+    """Of all candidates and beams, whether or not anybody has read them."""
+    admission_time_s: float | None
+    """When it first left the queue, in monotonic seconds; None where it never did."""
 
 
 State = TypeVar("State")

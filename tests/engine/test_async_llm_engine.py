@@ -7,8 +7,9 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from vllm_lite.engine.async_llm_engine import AsyncLLMEngine, FailureStreak, Sta
 from vllm_lite.engine.llm_engine import Executor, LLMEngine
 from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
-from vllm_lite.outputs import RequestDelta
+from vllm_lite.outputs import RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
 PATIENCE_S = 20.0
@@ -205,6 +206,41 @@ async def test_departures_at_random_moments_leave_nothing_behind(seed: int) -> N
     async with running(num_blocks=20, max_num_batched_tokens=16, max_num_seqs=8) as engine:
         await asyncio.gather(*(visit(engine, number) for number in range(64)))
         assert not engine._streams and engine._is_idle.is_set()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_readers_are_told_at_their_ends_adds_up_to_the_counters(seed: int) -> None:
+    dice = random.Random(seed)
+    tallies: list[RequestTally] = []
+
+    async def read(engine: AsyncLLMEngine, number: int) -> None:
+        beams = replace(greedy(max_tokens=8), n=2, use_beam_search=True)
+        params = dice.choice(
+            [greedy(max_tokens=dice.randrange(1, 60)), SamplingParams(n=3, seed=7, max_tokens=6), beams]
+        )
+        deltas = engine.generate(str(number), "x" * dice.randrange(1, 40), params, on_end=tallies.append)
+        with suppress(RequestFailedError):
+            async with aclosing(deltas):
+                async for _ in deltas:
+                    pass
+
+    async def visit(engine: AsyncLLMEngine, number: int) -> None:
+        await asyncio.sleep(dice.random() * 0.1)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(read(engine, number), dice.choice([0.001, 0.01, 0.05, PATIENCE_S]))
+
+    executor = FailingExecutor(lambda number, _: number in (20, 40))
+    async with running(executor, num_blocks=40, max_num_batched_tokens=16, max_num_seqs=8) as engine:
+        await asyncio.gather(*(visit(engine, number) for number in range(96)))
+        stats = engine.stats()
+    outcomes = Counter(tally.outcome for tally in tallies)
+    assert len(tallies) == stats.num_accepted
+    assert stats.num_finished == {"stop": outcomes["stop"], "length": outcomes["length"]}
+    assert (stats.num_aborted, stats.num_failed) == (outcomes["abort"], outcomes["failed"])
+    assert min(outcomes["length"], outcomes["abort"], outcomes["failed"]) > 0
+    assert sum(tally.num_generated_tokens for tally in tallies) == stats.num_generated_tokens
+    assert sum(tally.num_prompt_tokens for tally in tallies) == stats.num_prompt_tokens
+    assert sum(tally.admission_time_s is not None for tally in tallies) == stats.queue_times.total
 
 
 async def test_a_failing_step_fails_its_requests_and_no_other(caplog: pytest.LogCaptureFixture) -> None:

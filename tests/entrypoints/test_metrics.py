@@ -228,9 +228,9 @@ async def test_what_ends_while_it_is_tokenised_is_refused(
     llm_engine, is_over = make_engine(), threading.Event()
     prepare = llm_engine.prepare
 
-    def prepare_late(*arguments: Any) -> Request:
+    def prepare_late(*arguments: Any, **keywords: Any) -> Request:
         assert is_over.wait(PATIENCE_S)
-        return prepare(*arguments)
+        return prepare(*arguments, **keywords)
 
     monkeypatch.setattr(llm_engine, "prepare", prepare_late)
     async with running(llm_engine=llm_engine, request_timeout_s=0.05) as service:

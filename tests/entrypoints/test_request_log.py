@@ -1,14 +1,19 @@
-"""What a request's line in the log says of its candidates."""
+"""What a request's line in the log says of its candidates, and of what the engine has counted."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
+import time
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.entrypoints.request_log import RequestRecord
-from vllm_lite.outputs import CompletionDelta, FinishReason, RequestDelta
+from vllm_lite.outputs import CompletionDelta, FinishReason, RequestDelta, RequestTally
 
 Ends = dict[int, FinishReason | None]
 
@@ -20,7 +25,7 @@ def logged(steps: list[Ends], caplog: pytest.LogCaptureFixture, *, is_beam_searc
         for step in steps:
             parent = 0 if is_beam_search else None
             outputs = tuple(CompletionDelta(index, "a", (1,), reason, parent=parent) for index, reason in step.items())
-            record.add(RequestDelta("id", outputs, finished=False), 1, None)
+            record.add(RequestDelta("id", outputs, finished=False))
     return caplog.messages[-1].split(" s, ")[-1], record.is_aborted
 
 
@@ -47,3 +52,30 @@ def test_reasons_of_all_candidates_are_counted(
 def test_of_beams_those_of_the_last_step_count(caplog: pytest.LogCaptureFixture) -> None:
     steps: list[Ends] = [{0: None, 1: None, 2: "stop"}, {0: "length", 1: "stop"}]
     assert logged(steps, caplog, is_beam_search=True) == ("length, stop", False)
+
+
+@pytest.mark.parametrize(
+    ("tally", "words"),
+    [
+        (None, "0 prompt tokens, 0 output tokens, not queued, first token never, client left"),
+        (
+            RequestTally("abort", 0, 0, None),
+            "0 prompt tokens, 0 output tokens, queued to its end, first token never, client left",
+        ),
+        (RequestTally("abort", 3, 9, 0.0), "3 prompt tokens, 9 output tokens, queued, first token never, client left"),
+        (
+            RequestTally("length", 3, 9, 0.0),
+            "3 prompt tokens, 9 output tokens, queued, first token never, client left after the end: length",
+        ),
+    ],
+    ids=str,
+)
+def test_of_a_client_that_left_the_line_says_what_was_counted(
+    tally: RequestTally | None, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="vllm_lite")
+    with suppress(asyncio.CancelledError), RequestRecord("id", EngineConfig()) as record:
+        if tally is not None:
+            record.end(replace(tally, admission_time_s=None if tally.admission_time_s is None else time.monotonic()))
+        raise asyncio.CancelledError
+    assert re.sub(r"(queued) -?[\d.]+ s|, total [\d.]+ s", r"\1", caplog.messages[-1]) == f"request id: {words}"

@@ -20,7 +20,7 @@ from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.entrypoints.launch import main
 from vllm_lite.entrypoints.routes import NATIVE
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
-from vllm_lite.outputs import CompletionDelta, FinishReason, RequestDelta
+from vllm_lite.outputs import CompletionDelta, FinishReason, Outcome, RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
 PIECES = [" Hi", " é", "", "\n", "\0", '"', "\\", " 你好", "😀", "</s>", "\u2028", " end"]
@@ -88,7 +88,7 @@ class FakeEngine:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
-        on_queued: Callable[[], None],
+        on_end: Callable[[RequestTally], None],
     ) -> AsyncGenerator[RequestDelta, None]:
         if not self.is_alive:
             raise EngineDeadError("the engine is dead.")
@@ -97,8 +97,9 @@ class FakeEngine:
         if len(prompt) > MAX_PROMPT_CHARS:
             raise RequestError(f"prompt has {len(prompt)} tokens, the context holds {MAX_PROMPT_CHARS}.")
         self._stats.num_waiting += 1
-        on_queued()
-        is_running = is_done = False
+        is_running = False
+        num_tokens = 0
+        outcome: Outcome = "abort"
         try:
             async with self._slots:
                 self._stats.num_waiting -= 1
@@ -107,16 +108,19 @@ class FakeEngine:
                 is_running = True
                 self._admission_times_s[request_id] = time.monotonic()
                 async for delta in self._play(request_id, prompt, params):
-                    is_done = delta.finished
+                    num_tokens += sum(len(output.token_ids) for output in delta.outputs)
+                    if delta.finished:
+                        outcome = delta.outputs[0].finish_reason or outcome
                     yield delta
         finally:
-            self._admission_times_s.pop(request_id, None)
+            admission_time_s = self._admission_times_s.pop(request_id, None)
+            on_end(RequestTally(outcome, 3 if num_tokens else 0, num_tokens, admission_time_s))
             if is_running:
                 self._stats.num_running -= 1
                 self._stats.num_free_blocks += 1
             else:
                 self._stats.num_waiting -= 1
-            if not is_done:
+            if outcome == "abort":
                 self._stats.num_aborted += 1
 
     async def _play(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:

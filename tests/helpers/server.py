@@ -64,13 +64,13 @@ class Server:
         self.process = process
         self.url = url
         self.ready_line = ready_line
-        self._log_path = log_path
+        self.log_path = log_path
         self.port = int(url.rpartition(":")[2])
 
     @property
     def log(self) -> str:
         """What the process has written to stderr so far."""
-        return self._log_path.read_text()
+        return self.log_path.read_text()
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=SOCKET_TIMEOUT_S)

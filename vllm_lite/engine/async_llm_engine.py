@@ -22,7 +22,7 @@ from vllm_lite.engine.sequence import Request
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.errors import EngineDeadError, RequestFailedError
-from vllm_lite.outputs import CompletionDelta, RequestDelta
+from vllm_lite.outputs import CompletionDelta, RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -189,14 +189,14 @@ class AsyncLLMEngine:
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
         prepared: Request | None = None,
-        on_queued: Callable[[], None] = lambda: None,
+        on_end: Callable[[RequestTally], None] | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Yields a delta for each step that generated something. Closing or cancelling it aborts the request.
 
         Without `prompt_token_ids` the prompt is tokenised, with what the tokenizer adds by itself or without it.
         `prepared` is what `LLMEngine.prepare` made of the other arguments, for callers that check many prompts first:
-        these requests are queued in the order in which they are asked for. `on_queued` is called when the request has
-        been accepted.
+        these requests are queued in the order in which they are asked for. `on_end` gets what was counted of the
+        request, however it ends, before this generator does; it is not called for one that was not queued.
 
         Raises RequestError for a caller's mistake (before the first delta), RequestFailedError where this request
         failed, EngineDeadError where no request can be served.
@@ -216,7 +216,6 @@ class AsyncLLMEngine:
             if not stream.has_ended:
                 stream.request = request
                 self._engine.enqueue(request, arrival_time_s)
-                on_queued()
                 self._has_work.set()
             finished = False
             while not finished:
@@ -227,6 +226,8 @@ class AsyncLLMEngine:
             del self._streams[request_id]
             if self._death is None:  # a dead engine's queues cannot be trusted
                 self._engine.abort(request_id)
+            if on_end is not None and stream.request is not None and stream.request.outcome is not None:
+                on_end(stream.request.tally)
             if not self._streams:
                 self._is_idle.set()
 

@@ -133,6 +133,7 @@ class LLMEngine:
             return None
         self._counts.num_aborted += 1
         request.is_aborted = True
+        request.outcome = "abort"
         outputs = tuple(sequence.abort() for sequence in (*request.unfinished_sequences, *request.unstarted))
         if (beams := self._beams.get(request_id)) is not None:
             outputs = tuple(
@@ -180,12 +181,15 @@ class LLMEngine:
             self._remove(request)
         self._remove_aborted()
         request_ids = [request_id for request_id, request in failed.items() if not request.is_aborted]
-        self._counts.num_failed += len(request_ids)
+        for request_id in request_ids:
+            self._count_failure(failed[request_id])
         return request_ids
 
     def give_up(self) -> None:
         """Nothing will be computed any more: counts the requests that are left as failed. To be called once."""
-        self._counts.num_failed += sum(not request.is_aborted for request in self._requests.values())
+        for request in self._requests.values():
+            if not request.is_aborted:
+                self._count_failure(request)
 
     def take_failures(self) -> dict[str, RequestFailedError]:
         """The requests that failed in the last step though the step itself did not, each by its id. Clears them."""
@@ -281,7 +285,8 @@ class LLMEngine:
         is_finished = request.is_finished
         if is_finished:
             ends = outputs if request.params.use_beam_search else request.sequences
-            self._counts.finish([end.finish_reason for end in ends], request.last_token_time_s - request.arrival_time_s)
+            reasons, time_s = [end.finish_reason for end in ends], request.last_token_time_s - request.arrival_time_s
+            request.outcome = self._counts.finish(reasons, time_s)
             self._remove(request)
         return RequestDelta(
             request.request_id, outputs, is_finished, prompt_logprobs=request.prompt_logprobs if is_first else None
@@ -295,6 +300,7 @@ class LLMEngine:
         else:
             counts.inter_token_times.observe(now_s - request.last_token_time_s)
         counts.num_generated_tokens += num_tokens
+        request.num_generated_tokens += num_tokens
         request.last_token_time_s = now_s
 
     def _append(self, request: Request, rows: list[RowResult]) -> tuple[CompletionDelta, ...]:
@@ -322,8 +328,12 @@ class LLMEngine:
         request.sequences = step.sequences
         return step.outputs
 
-    def _fail(self, request: Request) -> None:
+    def _count_failure(self, request: Request) -> None:
         self._counts.num_failed += 1
+        request.outcome = "failed"
+
+    def _fail(self, request: Request) -> None:
+        self._count_failure(request)
         self._failures[request.request_id] = RequestFailedError(
             "The model gave no finite number to choose a token by; this request has ended, others are not affected."
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from vllm_lite.engine.block_manager import BlockTable
 from vllm_lite.engine.detokenizer import Detokenizer
 from vllm_lite.engine.generation_rules import GenerationRules
-from vllm_lite.outputs import CompletionDelta, FinishReason
+from vllm_lite.outputs import CompletionDelta, FinishReason, Outcome, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
 
@@ -149,6 +149,8 @@ class Request:
         "arrival_time_s",
         "is_aborted",
         "last_token_time_s",
+        "num_generated_tokens",
+        "outcome",
         "params",
         "prompt",
         "prompt_logprobs",
@@ -187,8 +189,19 @@ class Request:
         """When it first left the queue."""
         self.last_token_time_s = 0.0
         """When the last step that brought it tokens ended."""
+        self.num_generated_tokens = 0
+        """Of all candidates and beams, those that have ended included."""
+        self.outcome: Outcome | None = None
+        """How it was counted at its end."""
         self.is_aborted = False
         """Set while a step is in flight: the request must not be touched before the step's end."""
+
+    @property
+    def tally(self) -> RequestTally:
+        """What was counted of it. To be asked for once it has ended."""
+        assert self.outcome is not None, "a request that goes on has no outcome"
+        num_prompt_tokens = len(self.prompt_token_ids) if self.num_generated_tokens else 0
+        return RequestTally(self.outcome, num_prompt_tokens, self.num_generated_tokens, self.admission_time_s)
 
     @property
     def unfinished_sequences(self) -> list[Sequence]:

@@ -106,10 +106,12 @@ class RequestCounts:
     inter_token_times: TimeHistogram = field(default_factory=TimeHistogram)
     end_to_end_times: TimeHistogram = field(default_factory=TimeHistogram)
 
-    def finish(self, reasons: Sequence[FinishReason | None], time_s: float) -> None:
-        """A request is done: why its candidates ended, and how long after its arrival."""
-        self.num_finished["length" if "length" in reasons else "stop"] += 1
+    def finish(self, reasons: Sequence[FinishReason | None], time_s: float) -> FinishReason:
+        """A request is done: why its candidates ended, and how long after its arrival. Returns what it counts as."""
+        outcome: FinishReason = "length" if "length" in reasons else "stop"
+        self.num_finished[outcome] += 1
         self.end_to_end_times.observe(time_s)
+        return outcome
 
 
 class StepClock:

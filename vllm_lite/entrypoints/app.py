@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.entrypoints.api_key import require_key
 from vllm_lite.entrypoints.cross_origin import CrossOrigin
-from vllm_lite.entrypoints.failures import FAILURE_SHAPE, Failure, FailureError, FailureShape, failures_as
+from vllm_lite.entrypoints.failures import Failure, FailureError, FailureShape, failures_as
 from vllm_lite.entrypoints.http_connection import refuse_other_versions
 from vllm_lite.entrypoints.metrics import make_registry
 from vllm_lite.entrypoints.request_id import add_request_id, identify
@@ -34,6 +34,9 @@ class ApiProtocol:
     """Its OpenAPI document."""
 
 
+API_PROTOCOL = web.AppKey("api_protocol", ApiProtocol)
+
+
 def make_app(service: RequestService, protocol: ApiProtocol) -> web.Application:
     """The application with the protocol's routes and those that every server has."""
     config, routes = service.config, list(protocol.routes)
@@ -50,7 +53,7 @@ def make_app(service: RequestService, protocol: ApiProtocol) -> web.Application:
     if config.api_key is not None:
         middlewares.append(require_key(config.api_key))
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_mib * MIB)
-    app[FAILURE_SHAPE] = protocol.failure_shape
+    app[API_PROTOCOL] = protocol
     common = _CommonRoutes(service, protocol)
     app.add_routes(
         [

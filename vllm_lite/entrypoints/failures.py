@@ -31,8 +31,6 @@ class Failure:
 
 FailureShape = Callable[[Failure], dict[str, Any]]
 """Makes the JSON body of a failure."""
-FAILURE_SHAPE = web.AppKey("failure_shape", Callable[[Failure], dict[str, Any]])
-"""Of the application's protocol, for failures that come before its middlewares."""
 
 
 class FailureError(Exception):

@@ -15,7 +15,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_lite.config import EngineConfig, ServerConfig
-from vllm_lite.entrypoints.failures import FAILURE_SHAPE, FailureShape
+from vllm_lite.entrypoints.app import API_PROTOCOL
+from vllm_lite.entrypoints.failures import FailureShape
 from vllm_lite.entrypoints.http_connection import HttpConnection
 from vllm_lite.entrypoints.listening import BACKLOG, allow_early_reuse, limit_unsent, server_url
 from vllm_lite.entrypoints.request_service import RequestService, ServerState
@@ -55,7 +56,7 @@ async def serve(
     await runner.setup()
     engine.start()
     try:
-        listener = await _listen(runner, app[FAILURE_SHAPE], sock, tls)
+        listener = await _listen(runner, app[API_PROTOCOL].failure_shape, sock, tls)
         is_told_to_stop = _catch_stop_signals()
         announce(server_url(config.host, sock.getsockname()[1], is_tls=tls is not None))
         await _until_stop_or_death(engine, is_told_to_stop)

@@ -1,4 +1,7 @@
-"""One line in the log for each request: never its prompt, unless `--max-log-len` asks for the beginning."""
+"""One line in the log for each request: never its prompt, unless `--max-log-len` asks for the beginning.
+
+Its tokens are those that the engine has computed and counted, so that the lines add up to `/metrics`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from aiohttp import web
 from vllm_lite.config import EngineConfig
 from vllm_lite.entrypoints.failures import CutShortError
 from vllm_lite.errors import OverloadedError, RequestError
-from vllm_lite.outputs import FinishReason, RequestDelta
+from vllm_lite.outputs import FinishReason, RequestDelta, RequestTally
 
 logger = logging.getLogger(__name__)
 
@@ -35,29 +38,31 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self._is_logged = not config.disable_log_requests
         self._max_log_len = config.max_log_len
         self.prompt = ""
-        self._num_prompt_tokens: dict[str, int] = {}
-        """Of each of the engine's requests."""
-        self._num_output_tokens = 0
+        self._tallies: list[RequestTally] = []
+        """Of those of the engine's requests that had been queued and have ended."""
         self._finish_reasons: dict[str, dict[int, FinishReason | None]] = {}
         """Of each candidate of each of the engine's requests, None while it is being generated."""
         self._arrival_s = time.monotonic()
-        self._admission_s: float | None = None
         self._first_token_s: float | None = None
 
-    def add(self, delta: RequestDelta, num_prompt_tokens: int, admission_time_s: float | None) -> None:
-        """Takes note of what a step added. Times are those of the monotonic clock."""
-        self._num_prompt_tokens[delta.request_id] = num_prompt_tokens
-        if self._admission_s is None:
-            self._admission_s = admission_time_s
-        num_tokens = sum(len(output.token_ids) for output in delta.outputs)
-        if num_tokens and self._first_token_s is None:
+    def add(self, delta: RequestDelta) -> None:
+        """Takes note of what a step added."""
+        if self._first_token_s is None and any(output.token_ids for output in delta.outputs):
             self._first_token_s = time.monotonic()
-        self._num_output_tokens += num_tokens
         if any(output.parent is not None for output in delta.outputs):  # it has all the candidates there are now
             self._finish_reasons.pop(delta.request_id, None)
         reasons = self._finish_reasons.setdefault(delta.request_id, {})
         for output in delta.outputs:
             reasons[output.index] = output.finish_reason
+
+    def end(self, tally: RequestTally) -> None:
+        """Takes note of what the engine has counted, so that the log and `/metrics` agree."""
+        self._tallies.append(tally)
+
+    @property
+    def was_queued(self) -> bool:
+        """Whether the engine accepted any of it, and counts it. To be asked for once it has ended."""
+        return bool(self._tallies)
 
     @property
     def is_aborted(self) -> bool:
@@ -72,12 +77,18 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
 
     def _line(self, error: BaseException | None) -> str:
         line = (
-            f"request {self._name}: {sum(self._num_prompt_tokens.values())} prompt tokens, "
-            f"{self._num_output_tokens} output tokens, queued {self._until(self._admission_s)}, "
+            f"request {self._name}: {sum(tally.num_prompt_tokens for tally in self._tallies)} prompt tokens, "
+            f"{sum(tally.num_generated_tokens for tally in self._tallies)} output tokens, {self._queued()}, "
             f"first token {self._until(self._first_token_s)}, total {self._until(time.monotonic())}, "
             f"{self._reason(error)}"
         )
         return line if self._max_log_len is None else f"{line}, prompt {self.prompt[: self._max_log_len]!r}"
+
+    def _queued(self) -> str:
+        if not self._tallies:
+            return "not queued"
+        times_s = [tally.admission_time_s for tally in self._tallies if tally.admission_time_s is not None]
+        return f"queued {self._until(min(times_s))}" if times_s else "queued to its end"
 
     def _until(self, time_s: float | None) -> str:
         return "never" if time_s is None else f"{time_s - self._arrival_s:.3f} s"
@@ -91,6 +102,9 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
                 words.append("timed out")
             return ", ".join(words) or "unfinished"
         if isinstance(error, (asyncio.CancelledError, ConnectionError)):
-            return "client left"
+            outcomes = {tally.outcome for tally in self._tallies}
+            if not outcomes or "abort" in outcomes:
+                return "client left"
+            return f"client left after the end: {', '.join(sorted(outcomes))}"
         outcome = "refused" if isinstance(error, (RequestError, OverloadedError, web.HTTPException)) else "failed"
         return f"{outcome}: {str(error)[:200]!r}"

@@ -75,7 +75,11 @@ class RequestService:
         request_id = new_request_id() if client_id else current_request_id()  # two clients may choose the same one
         with RequestRecord(request_id, self.engine_config, client_id) as record, self._time_limit(record):
             self.check_queue()  # before memory is spent on the body, too
-            yield record
+            try:
+                yield record
+            finally:
+                if record.was_queued:
+                    self.refusals.mark_queued(request)
 
     async def read(self, request: web.Request, parse: Callable[[bytes], Asked]) -> Asked:
         """The body, parsed: on a thread where it is long. Raises what `parse` raises."""
@@ -118,16 +122,12 @@ class RequestService:
                 params,
                 prompt_token_ids=prompt.token_ids,
                 add_special_tokens=prompt.add_special_tokens,
+                on_end=record.end,
             )
             async with aclosing(generated) as deltas:
                 yield deltas
         finally:
             self._waiting_ids.discard(request_id)
-
-    def note(self, delta: RequestDelta, record: RequestRecord) -> None:
-        """Has the record take note of a delta. To be called for each one."""
-        num_prompt_tokens = len(self.engine.prompt_token_ids(delta.request_id))
-        record.add(delta, num_prompt_tokens, self.engine.admission_time_s(delta.request_id))
 
     def check_queue(self, num_new: int = 1) -> None:
         """Raises OverloadedError where no place is left for `num_new` requests.

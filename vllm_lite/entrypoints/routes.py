@@ -66,7 +66,7 @@ class Api:
     ) -> web.StreamResponse:
         answer: Answer | None = None
         async for delta in deltas:
-            self._service.note(delta, record)
+            record.add(delta)
             if answer is None:  # not before the engine has accepted n, which may be any number
                 ids = self._service.engine.prompt_token_ids(record.request_id)
                 answer = Answer(asked.prompt, ids, asked.params.n, COMPACT, has_details=asked.has_details)
@@ -81,11 +81,14 @@ class Api:
         messages: StreamMessages | None = None
         async with StreamWriter(request, STREAM_HEADERS, record, self._service.config.slow_client_s) as writer:
             async for delta in deltas:
-                self._service.note(delta, record)
+                record.add(delta)
                 if messages is None:  # not before the engine has accepted n, which may be any number
+                    ids = self._service.engine.prompt_token_ids(record.request_id)
+                    if not ids:  # it was ended before it was queued
+                        break
                     messages = stream_messages(
                         asked.prompt,
-                        self._service.engine.prompt_token_ids(record.request_id),
+                        ids,
                         asked.params,
                         has_details=asked.has_details,
                         is_deltas=asked.is_deltas,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from vllm_lite.engine.statistics import EngineStats
-from vllm_lite.outputs import RequestDelta
+from vllm_lite.outputs import RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
 
@@ -46,12 +46,11 @@ class ServedEngine(Protocol):
         *,
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
-        on_queued: Callable[[], None],
+        on_end: Callable[[RequestTally], None],
     ) -> AsyncGenerator[RequestDelta, None]:
         """One delta a step that generated; closing it early aborts the request. Ids go before the text of a prompt.
 
-        `on_queued` is called when the request has been accepted: from then on it is in the engine's counts.
-
+        `on_end` gets what was counted of the request before the generator ends; not of one that was never queued.
         Raises RequestError, RequestFailedError and EngineDeadError.
         """
 
