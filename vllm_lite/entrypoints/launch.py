@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from vllm_lite.config import EngineConfig, flag_of, parse_command_line
 from vllm_lite.entrypoints.lifecycle import serve
@@ -45,7 +47,17 @@ def _run(arguments: list[str], build: Callable[[EngineConfig], ServedModel]) -> 
         started = time.monotonic()
         model = build(engine_config)
         logger.info("%s loaded in %.1f s", model.model_name, time.monotonic() - started)
-        return asyncio.run(serve(model, sock, tls, engine_config, config, _announce))
+        exit_code = asyncio.run(serve(model, sock, tls, engine_config, config, _announce))
+    if model.engine.step_time_s is not None:
+        _exit_without_waiting(exit_code)
+    return exit_code
+
+
+def _exit_without_waiting(exit_code: int) -> NoReturn:
+    """Python would wait for all threads, and that of a step that hangs never ends."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(exit_code)
 
 
 def _announce(url: str) -> None:
