@@ -180,6 +180,9 @@ class ServerConfig:
     shutdown_grace_s: float = _option(
         30.0, "seconds that running requests get to finish when the server stops", at_least=0
     )
+    watchdog_s: float = _option(
+        600.0, "seconds that a step may take before the engine counts as dead and the process exits", at_least=0.001
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "least level that is logged")
 
     def __post_init__(self) -> None:

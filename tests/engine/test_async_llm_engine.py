@@ -213,7 +213,9 @@ async def test_a_failing_step_fails_its_requests_and_no_other(caplog: pytest.Log
         tasks = [collect(engine, prompt, prompt, greedy()) for prompt in PROMPTS[:4]]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert engine.is_alive
-    assert all(isinstance(result, RequestFailedError) and "on fire" in str(result) for result in results[:2])
+    for result in results[:2]:
+        assert isinstance(result, RequestFailedError) and "on fire" in str(result.__cause__)
+        assert "on fire" not in str(result), "a client is told nothing of the insides"
     for prompt, result in zip(PROMPTS[2:], results[2:]):
         assert isinstance(result, list) and ids_of(result) == ids_alone(prompt, greedy())
     assert "A step failed, and with it the requests" in caplog.text and "Traceback" in caplog.text
@@ -235,9 +237,34 @@ class Exhausted(FakeExecutor):
 
 async def test_an_error_that_no_future_can_hold_fails_the_request_like_any_other() -> None:
     async with running(Exhausted()) as engine:
-        with pytest.raises(RequestFailedError, match="StopIteration"):
+        with pytest.raises(RequestFailedError) as raised:
             await asyncio.wait_for(collect(engine, "r", "abc", greedy()), PATIENCE_S)
+        assert "StopIteration" in str(raised.value.__cause__)
         assert engine.is_alive
+
+
+class BrokenTokenizer(ByteTokenizer):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def encode(self, text: str) -> list[int]:
+        if text == "bad":
+            raise self.error
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("error", [KeyError("insides"), MemoryError("insides"), StopIteration("insides")])
+async def test_a_tokenizer_that_raises_fails_the_request_and_no_other(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(engine=LLMEngine(SETTINGS, BrokenTokenizer(error))) as engine:
+        good = asyncio.create_task(collect(engine, "good", "abc", greedy()))
+        with pytest.raises(RequestFailedError, match="could not be tokenised") as raised:
+            await asyncio.wait_for(collect(engine, "r", "bad", greedy()), PATIENCE_S)
+        assert "insides" not in str(raised.value) and "insides" in str(raised.value.__cause__)
+        assert len(await good) == 30
+    assert "Request r failed" in caplog.text and "insides" in caplog.text and "Traceback" in caplog.text
 
 
 async def test_the_same_error_for_all_prompts_kills_the_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -246,8 +273,9 @@ async def test_the_same_error_for_all_prompts_kills_the_engine(caplog: pytest.Lo
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [RequestFailedError] * 3 + [EngineDeadError] * 3
         assert not engine.is_alive
-        with pytest.raises(EngineDeadError, match="3 steps in a row failed"):
+        with pytest.raises(EngineDeadError) as raised:
             await collect(engine, "late", "abc", greedy())
+        assert "3 steps in a row failed" in str(raised.value.__cause__)
         assert engine.stats().num_total_blocks == 200
     assert "The engine is dead." in caplog.text
 
@@ -265,7 +293,8 @@ async def test_a_bug_of_our_own_kills_the_engine(
     async with running(engine=inner) as engine:
         tasks = [collect(engine, prompt, prompt, greedy()) for prompt in PROMPTS]
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(result, EngineDeadError) and "a bug" in str(result) for result in results)
+        assert all(isinstance(result, EngineDeadError) and "a bug" in str(result.__cause__) for result in results)
+        assert not any("a bug" in str(result) for result in results), "a client is told nothing of the insides"
         assert len(set(map(id, results))) == len(PROMPTS), "each task raises an error of its own"
         assert not engine.is_alive
     assert "ZeroDivisionError" in caplog.text
@@ -330,6 +359,48 @@ async def test_stopping_ends_what_is_open() -> None:
     with pytest.raises(EngineDeadError, match="stopped"):
         await task
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("execute")]
+
+
+async def test_a_step_that_does_not_end_can_be_seen_and_given_up() -> None:
+    executor = GatedExecutor()
+    engine = AsyncLLMEngine(make_engine(max_num_seqs=2), executor)
+    engine.start()
+    assert engine.step_time_s is None
+    tasks = [asyncio.create_task(collect(engine, prompt, prompt, greedy())) for prompt in PROMPTS[:4]]
+    await wait_for(executor.has_begun)
+    await wait_until(lambda: (engine.step_time_s or 0) > 0.01)
+    tasks.pop().cancel()  # a client that leaves meanwhile
+    await wait_until(lambda: engine.stats().num_aborted == 1)
+    engine.declare_dead("no hope")
+    assert not engine.is_alive
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
+    assert all(isinstance(result, EngineDeadError) and str(result) == "no hope" for result in results)
+    with pytest.raises(EngineDeadError, match="no hope"):
+        await collect(engine, "late", "abc", greedy())
+    await asyncio.wait_for(engine.drain(PATIENCE_S), 1)
+    await asyncio.wait_for(engine.stop(), 1)
+    assert engine.step_time_s is not None
+    stats = engine.stats()
+    assert (stats.num_accepted, stats.num_aborted, stats.num_failed) == (4, 1, 3)
+    executor.may_end.release()
+    await wait_until(lambda: engine.step_time_s is None)
+    assert engine.stats() == stats, "what comes too late is not looked at"
+
+
+async def test_stopping_is_released_from_a_step_that_does_not_end() -> None:
+    executor = GatedExecutor()
+    engine = AsyncLLMEngine(make_engine(), executor)
+    engine.start()
+    task = asyncio.create_task(collect(engine, "r", "abc", greedy()))
+    await wait_for(executor.has_begun)
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)
+    engine.declare_dead("no hope")
+    await asyncio.wait_for(stopping, 1)
+    with pytest.raises(EngineDeadError, match="no hope"):
+        await task
+    executor.may_end.release()
+    await wait_until(lambda: engine.step_time_s is None)
 
 
 async def test_an_engine_that_was_not_started_serves_nothing() -> None:

@@ -53,6 +53,13 @@ class FakeEngine:
     _slots: asyncio.Semaphore = field(init=False)
     _must_end: asyncio.Event = field(init=False)
 
+    @property
+    def step_time_s(self) -> float | None:
+        return None  # there are no steps
+
+    def declare_dead(self, reason: str) -> None:
+        raise NotImplementedError("no step, no hanging")
+
     def start(self) -> None:
         self._slots = asyncio.Semaphore(self.max_num_seqs)
         self._must_end = asyncio.Event()

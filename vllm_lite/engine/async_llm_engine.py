@@ -5,7 +5,10 @@ a thread of its own, and tokenising on a small pool. So nothing needs a lock.
 
 A step that raises fails the requests that took part in it, and the engine goes on, since one poisonous request must
 not stop the others. It is dead once the same error has hit three steps in a row whose prompts are all different: then
-the fault is not a request's. An error outside of the executor is our own bug and ends the engine at once.
+the fault is not a request's. An error outside of the executor is our own bug and ends the engine at once. So does
+whoever finds that a step does not end (`step_time_s`, `declare_dead`); nothing here waits for that step.
+
+What a caller is told of such failures has nothing of their insides: those are in the log, and in the error's cause.
 """
 
 from __future__ import annotations
@@ -16,20 +19,24 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
 from vllm_lite.engine.llm_engine import Executor, LLMEngine
 from vllm_lite.engine.sequence import Request
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.engine.step import StepInput, StepOutput
-from vllm_lite.errors import EngineDeadError, RequestFailedError
+from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, RequestDelta
 from vllm_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+Value = TypeVar("Value")
+
 STATS_INTERVAL_S = 10.0
 MAX_FAILURES_IN_A_ROW = 3
 NUM_TOKENISING_THREADS = 2
+LOG_SAYS_WHY = "the log says why."
 
 
 class Stream:
@@ -129,12 +136,21 @@ class AsyncLLMEngine:
         self._is_idle.set()
         self._is_stopping = False
         self._task: asyncio.Task[None] | None = None
+        self._step: asyncio.Future[StepOutput] | None = None
+        """The one that was last handed to the compute thread."""
+        self._step_start_s = 0.0
         self._death: str | None = None
+        self._death_cause: BaseException | None = None
 
     @property
     def is_alive(self) -> bool:
         """Whether requests can be served."""
         return self._task is not None and not self._task.done() and self._death is None and not self._is_stopping
+
+    @property
+    def step_time_s(self) -> float | None:
+        """How many seconds the step that is being computed has taken; None where none is, for a dead engine, too."""
+        return None if self._step is None or self._step.done() else time.monotonic() - self._step_start_s
 
     def start(self) -> None:
         """Starts stepping, on the running event loop."""
@@ -142,14 +158,26 @@ class AsyncLLMEngine:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
 
     async def stop(self) -> None:
-        """Waits for the step that is being computed, then ends. Requests still open get an EngineDeadError."""
+        """Waits for the step that is being computed, then ends. Requests still open get an EngineDeadError.
+
+        Once the engine has been declared dead, the step is not waited for: its thread stays.
+        """
         self._is_stopping = True
         self._has_work.set()
         if self._task is not None:
-            await self._task
-        self._compute_pool.shutdown()
+            await asyncio.wait([self._task])  # a dead engine's has been cancelled
+        self._compute_pool.shutdown(wait=self.step_time_s is None)
         self._tokenise_pool.shutdown(wait=False)
         self._end_streams("The engine has been stopped.")
+
+    def declare_dead(self, reason: str) -> None:
+        """Ends an engine whose step does not end: no request is served any more, open ones get an EngineDeadError.
+
+        They are told the reason.
+        """
+        self._die(reason, None)
+        if self._task is not None:
+            self._task.cancel()
 
     async def drain(self, grace_s: float) -> None:
         """Waits up to `grace_s` seconds for the open requests, then ends the rest with reason "abort"."""
@@ -209,10 +237,8 @@ class AsyncLLMEngine:
         try:
             request = prepared
             if request is None:
-                prepare = partial(self._engine.prepare, add_special_tokens=add_special_tokens)
-                request = await asyncio.get_running_loop().run_in_executor(
-                    self._tokenise_pool, prepare, request_id, prompt, prompt_token_ids, params
-                )
+                prepare = partial(self._engine.prepare, request_id, prompt, prompt_token_ids, params)
+                request = await self._prepare(partial(prepare, add_special_tokens=add_special_tokens), request_id)
             if not stream.has_ended:
                 stream.request = request
                 self._engine.enqueue(request, arrival_time_s)
@@ -242,13 +268,28 @@ class AsyncLLMEngine:
                     await self._has_work.wait()
         except Exception as error:
             logger.exception("The engine is dead.")
-            self._death = f"The engine is dead: {error!r}"
-            self._engine.give_up()
-            self._end_streams(self._death)
+            self._die(f"The engine is dead; {LOG_SAYS_WHY}", error)
+
+    async def _prepare(self, prepare: Callable[[], Request], request_id: str) -> Request:
+        """Tokenises on the pool. Raises RequestError, and RequestFailedError for what is not the caller's mistake."""
+        preparing = asyncio.get_running_loop().run_in_executor(self._tokenise_pool, _call, prepare)
+        try:
+            await asyncio.wait([preparing])  # does not raise what it raised
+        finally:
+            preparing.cancel()  # where its caller has left; without effect once it has begun
+        error = preparing.exception()
+        if error is None:
+            return preparing.result()
+        if isinstance(error, RequestError):
+            raise error
+        logger.error("Request %s failed: its prompt could not be tokenised.", request_id, exc_info=error)
+        raise RequestFailedError(f"The prompt could not be tokenised; {LOG_SAYS_WHY}") from error
 
     async def _compute(self, step: StepInput) -> None:
         """Has a step executed and hands out what came of it."""
-        future = asyncio.get_running_loop().run_in_executor(self._compute_pool, self._execute, step)
+        self._step_start_s = time.monotonic()
+        future = asyncio.get_running_loop().run_in_executor(self._compute_pool, _call, self._executor.execute, step)
+        self._step = future
         await asyncio.wait([future])  # does not raise what the step raised
         error = future.exception()
         if error is not None:
@@ -263,19 +304,12 @@ class AsyncLLMEngine:
         if self._stats_log is not None:
             self._stats_log.log_if_due(time.monotonic())
 
-    def _execute(self, step: StepInput) -> StepOutput:
-        """On the compute thread. A StopIteration cannot be an asyncio future's exception: the step would never end."""
-        try:
-            return self._executor.execute(step)
-        except StopIteration as error:
-            raise RuntimeError(f"the step raised {error!r}") from error
-
     def _fail_step(self, error: BaseException) -> None:
         request_ids = self._engine.fail_step()
         logger.error("A step failed, and with it the requests %s.", ", ".join(request_ids), exc_info=error)
         prompts = {hash(tuple(self.prompt_token_ids(request_id))) for request_id in request_ids}
         for request_id in request_ids:
-            failure = RequestFailedError(f"The step that computed this request failed: {error!r}")
+            failure = RequestFailedError(f"The step that computed this request failed; {LOG_SAYS_WHY}")
             failure.__cause__ = error
             self._put(request_id, failure)
         self._failure_streak.add(error, prompts)
@@ -284,13 +318,29 @@ class AsyncLLMEngine:
 
     def _check_alive(self) -> None:
         if not self.is_alive:
-            raise EngineDeadError(self._death or "The engine does not run.")
+            raise EngineDeadError(self._death or "The engine does not run.") from self._death_cause
 
     def _put(self, request_id: str, item: RequestDelta | Exception) -> None:
         stream = self._streams.get(request_id)
         if stream is not None:  # its reader left during the step
             stream.put(item)
 
+    def _die(self, reason: str, cause: BaseException | None) -> None:
+        if self._death is None:
+            self._death, self._death_cause = reason, cause
+            self._engine.give_up()
+            self._end_streams(reason)
+
     def _end_streams(self, message: str) -> None:
         for stream in self._streams.values():
-            stream.put(EngineDeadError(message))
+            error = EngineDeadError(message)
+            error.__cause__ = self._death_cause
+            stream.put(error)
+
+
+def _call(function: Callable[..., Value], *arguments: Any) -> Value:
+    """On another thread. An asyncio future cannot hold a StopIteration: who waits for it would wait for ever."""
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"it raised {error!r}") from error

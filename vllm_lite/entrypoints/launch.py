@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from aiohttp import web
 
@@ -63,7 +64,17 @@ def _run(arguments: list[str], build: Callable[[EngineConfig], ServedModel], pro
         model = build(engine_config)
         logger.info("%s loaded in %.1f s", model.model_name, time.monotonic() - started)
         announce = partial(_announce, program)
-        return asyncio.run(serve(model, sock, tls, engine_config, config, program.make_app, announce))
+        exit_code = asyncio.run(serve(model, sock, tls, engine_config, config, program.make_app, announce))
+    if model.engine.step_time_s is not None:
+        _exit_without_waiting(exit_code)
+    return exit_code
+
+
+def _exit_without_waiting(exit_code: int) -> NoReturn:
+    """Python would wait for all threads, and that of a step that hangs never ends."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(exit_code)
 
 
 def _announce(program: ServerProgram, url: str) -> None:

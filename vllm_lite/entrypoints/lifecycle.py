@@ -43,7 +43,8 @@ async def serve(
 ) -> int:
     """Serves until a signal comes or the engine dies; the exit code. `announce` gets the URL once the server listens.
 
-    Raises StartupError if the port was taken after all.
+    Where the engine's `step_time_s` is no None afterwards, a thread is left that may never end. Raises StartupError if
+    the port was taken after all.
     """
     engine, state = model.engine, ServerState()
     app = make_app(RequestService(engine, model.model_name, state, engine_config, config))
@@ -54,6 +55,7 @@ async def serve(
     )
     await runner.setup()
     engine.start()
+    watchdog = asyncio.create_task(_watch(engine, config.watchdog_s))  # to the end: the last step may be the one
     try:
         listener = await _listen(runner, app[FAILURE_SHAPE], sock, tls)
         is_told_to_stop = _catch_stop_signals()
@@ -70,8 +72,9 @@ async def serve(
     finally:
         await runner.cleanup()
         await engine.stop()
+        watchdog.cancel()
     logger.info("stopped")
-    return exit_code
+    return exit_code if engine.step_time_s is None else 1
 
 
 async def _listen(
@@ -115,6 +118,14 @@ def _catch_stop_signals() -> asyncio.Event:
 async def _until_stop_or_death(engine: ServedEngine, is_told_to_stop: asyncio.Event) -> None:
     while engine.is_alive and not is_told_to_stop.is_set():
         await _wait(is_told_to_stop, ALIVE_CHECK_S)
+
+
+async def _watch(engine: ServedEngine, limit_s: float) -> None:
+    """Declares an engine dead whose step takes too long: nothing else would tell its clients, or end the process."""
+    while (time_s := engine.step_time_s) is None or time_s <= limit_s:
+        await asyncio.sleep(ALIVE_CHECK_S)
+    logger.error("a step has not ended within %g s (--watchdog-s): the engine is declared dead", limit_s)
+    engine.declare_dead(f"The engine is dead: a step has not ended within {limit_s:g} s (--watchdog-s).")
 
 
 async def _finish_requests(engine: ServedEngine, grace_s: float) -> None:

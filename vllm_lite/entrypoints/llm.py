@@ -146,7 +146,8 @@ async def _run(engine: AsyncLLMEngine, request: Request, prompt: OfflinePrompt, 
                 output.add(delta)
                 progress.add(delta)
     except RequestFailedError as error:
-        raise RequestFailedError(f"{prompt.name}: {error}") from error
+        reason = "" if error.__cause__ is None else f" ({error.__cause__!r})"  # the engine keeps it from HTTP clients
+        raise RequestFailedError(f"{prompt.name}: {error}{reason}") from error
     return output.output()
 
 

@@ -17,11 +17,18 @@ class ServedEngine(Protocol):
     def is_alive(self) -> bool:
         """Whether the engine can serve requests."""
 
+    @property
+    def step_time_s(self) -> float | None:
+        """How many seconds the step that is being computed has taken; None where none is."""
+
     def start(self) -> None:
         """Starts the engine's task in the running event loop."""
 
     async def stop(self) -> None:
-        """Ends the engine's task and its threads."""
+        """Ends the engine's task and its threads, but for that of a step on whose account it was declared dead."""
+
+    def declare_dead(self, reason: str) -> None:
+        """From now on it cannot serve; open requests get an EngineDeadError with the reason."""
 
     async def drain(self, grace_s: float) -> None:
         """Returns when no request is left; those still running after `grace_s` seconds end with reason "abort"."""
