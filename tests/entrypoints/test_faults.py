@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
+import struct
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.entrypoints.test_lifecycle import wait_for_requests
+from tests.entrypoints.test_lifecycle import wait_for_requests, wait_until_refused
+from tests.entrypoints.test_limits import reader_of_much
 from tests.entrypoints.test_native_protocol import assert_refused
 from tests.helpers.checkpoints import cached_checkpoint
-from tests.helpers.server import Server, generate_bytes, read_response, running_server
+from tests.helpers.faulty_server import INSIDES
+from tests.helpers.server import (
+    REAL,
+    Response,
+    Server,
+    generate_bytes,
+    read_response,
+    request_bytes,
+    running_server,
+)
+from vllm_lite.entrypoints.listening import bind
 
 FAULTY = "tests.helpers.faulty_server"
 CONTEXT = 8192
@@ -26,6 +43,7 @@ LONG: dict[str, Any] = {
     "stream": True,
     "stream_deltas": True,
 }
+GREETING: dict[str, Any] = {"prompt": "Hello", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
 
 
 def flags(*more: str) -> list[str]:
@@ -51,6 +69,12 @@ def assert_no_process_left(server: Server) -> None:
     """Of those that the server has started, and of itself: its process group is empty."""
     with pytest.raises(ProcessLookupError):
         os.killpg(server.process.pid, 0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server(*flags("--slow-client-s", "1"), module=FAULTY) as server:
+        yield server
 
 
 # A step that does not end
@@ -92,3 +116,191 @@ def test_a_step_that_hangs_while_the_server_stops_does_not_hold_the_exit() -> No
             assert 1 < time.monotonic() - start < 6
         assert re.search("ERROR .* 2 s .--watchdog-s.: the engine is declared dead", server.log)
         assert_no_process_left(server)
+
+
+# A step that fails, and a tokenizer
+
+
+@pytest.mark.parametrize("fault", ["raise", "memory", "oom"])
+def test_a_step_that_fails_fails_its_requests_and_no_other(server: Server, fault: str) -> None:
+    expected = server.text(**GREETING)
+    with open_stream(server, prompt=f"beside {fault}") as bystander:
+        poisoned = server.post({"prompt": f"now !{fault}"})
+        cut = read_response(bystander)  # it was in the same step
+    assert_refused(poisoned, 500, "failed", "the log says why")
+    later = server.post({**LONG, "prompt": f"later !{fault}=3"})
+    for stream in (cut, later):
+        assert stream.status == 200 and not stream.is_complete
+        assert stream.chunks and all(chunk.endswith(b"]}\0") for chunk in stream.chunks), "nothing but messages"
+    assert len(later.chunks) == 3
+    assert server.text(**GREETING) == expected
+    assert_unharmed(server)
+    for response in (poisoned, cut, later):
+        assert INSIDES not in response.raw.decode()
+        assert_log_explains(server, response, "A step failed, and with it the requests")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_tokenizer_that_raises_fails_the_request_and_no_other(server: Server, is_stream: bool) -> None:
+    with open_stream(server, max_tokens=300) as bystander:
+        poisoned = server.post({"prompt": "a !encode", "stream": is_stream})
+        assert read_response(bystander).is_complete
+    assert_refused(poisoned, 500, "tokenised", "the log says why")
+    assert INSIDES not in poisoned.raw.decode()
+    assert_log_explains(server, poisoned, "its prompt could not be tokenised")
+    assert_unharmed(server)
+
+
+def assert_unharmed(server: Server) -> None:
+    wait_for_requests(server, 0)
+    metrics = server.metrics()
+    assert metrics["num_free_kv_blocks"] == metrics["num_total_kv_blocks"]
+    assert metrics["kv_cache_usage_perc"] == 0
+    assert server.get("/health").status == 200
+    assert server.text(**GREETING)
+
+
+def assert_log_explains(server: Server, response: Response, words: str) -> None:
+    """One entry has the request's id and, behind its traceback, the error."""
+    entries = re.split(r"^(?=\d{4}-)", server.log, flags=re.MULTILINE)
+    [entry] = [entry for entry in entries if words in entry and response.headers["x-request-id"] in entry]
+    assert " ERROR " in entry and "Traceback" in entry and INSIDES in entry
+
+
+# Clients
+
+
+@pytest.mark.parametrize("moment", ["at once", "in the head", "in the body", "before the answer", "in the stream"])
+def test_clients_that_reset_the_connection_leave_nothing_behind(server: Server, moment: str) -> None:
+    num_tracebacks = server.log.count("Traceback")
+    is_stream = moment == "in the stream"
+    request = generate_bytes({**LONG, "stream": is_stream, "stream_deltas": is_stream})
+    num_sent = {"at once": 0, "in the head": 30, "in the body": -10}.get(moment, len(request))
+    with ExitStack() as stack:
+        connections = [stack.enter_context(server.connect()) for _ in range(20)]
+        for connection in connections:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(request[:num_sent])
+        if num_sent == len(request):
+            wait_for_requests(server, len(connections))
+    assert_unharmed(server)
+    assert server.log.count("Traceback") == num_tracebacks and "Unhandled" not in server.log
+
+
+def test_case_f1_300_connections_at_once_are_all_answered(server: Server) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(server.connect()) for _ in range(300)]
+        for number, connection in enumerate(connections):
+            connection.sendall(generate_bytes({**GREETING, "stream": number % 2 == 0}))
+        responses = [read_response(connection) for connection in connections]
+    assert {response.status for response in responses} == {200}
+    assert all(response.is_complete for response in responses)
+    assert {response.messages()[-1] for response in responses[::2]} == {server.text(**GREETING)}
+    assert {response.json()["text"][0] for response in responses[1::2]} == {server.text(**GREETING)}
+    assert_unharmed(server)
+
+
+def test_a_body_that_comes_byte_by_byte_delays_nobody(server: Server) -> None:
+    request = generate_bytes(GREETING)
+    expected = server.text(**GREETING)
+    with server.connect() as slow:
+        slow.sendall(request[:-20])
+        for position in range(len(request) - 20, len(request)):
+            start = time.monotonic()
+            assert server.text(**GREETING) == expected
+            assert time.monotonic() - start < 1
+            slow.sendall(request[position : position + 1])
+        assert read_response(slow).json()["text"][0] == expected
+
+
+def test_a_client_that_never_reads_is_cut_off_and_delays_nobody(server: Server) -> None:
+    num_cut = server.log.count("the connection is cut")
+    with reader_of_much(server, **{**LONG, "prompt": "x" * 3000, "stream_deltas": False}):
+        wait_for_requests(server, 1)
+        expected = server.text(**GREETING)
+        while server.log.count("the connection is cut") == num_cut:
+            start = time.monotonic()
+            assert server.text(**GREETING) == expected
+            assert time.monotonic() - start < 1
+        assert_unharmed(server)
+
+
+# The life of a server
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_case_h7_a_signal_lets_running_requests_finish_and_leaves_nothing(number: signal.Signals) -> None:
+    with running_server(*flags(), module=REAL) as server, ExitStack() as stack, server.connect() as kept_alive:
+        streams = [stack.enter_context(open_stream(server, max_tokens=800)) for _ in range(3)]
+        kept_alive.sendall(request_bytes("GET", "/health", b"", "Connection: keep-alive"))
+        assert read_response(kept_alive).status == 200
+        server.signal(number)
+        wait_until_refused(server.port)
+        kept_alive.sendall(generate_bytes(GREETING))
+        assert_refused(read_response(kept_alive), 503, "stopping")
+        for stream in streams:
+            response = read_response(stream)
+            assert response.is_complete and len(response.messages()) == 800
+        assert server.wait(10) == 0
+        assert "Traceback" not in server.log
+        assert_no_process_left(server)
+        bind("127.0.0.1", server.port).close()
+
+
+def test_case_o2_health_tells_the_truth_from_the_first_moment_to_the_last() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    while_loading: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(poll_health, port, while_loading)
+        with running_server(*flags("--port", str(port)), module=FAULTY) as server:
+            polling.result(30)
+            assert while_loading, "the server was looked at before it was ready"
+            assert server.get("/health").status == 200
+            with open_stream(server), open_stream(server):
+                assert server.metrics()["num_requests_running"] == 2
+                assert server.metrics()["num_free_kv_blocks"] < server.metrics()["num_total_kv_blocks"]
+                for _ in range(20):
+                    start = time.monotonic()
+                    assert server.get("/health").status == 200
+                    assert time.monotonic() - start < 1
+            assert_unharmed(server)
+            with open_stream(server) as stream:
+                assert_refused(server.post({"prompt": "a !decode"}), 503, "dead", "the log says why")
+                assert_refused(server.get("/health"), 503, "restart")
+                assert not read_response(stream).is_complete
+            assert server.wait(5) == 1
+            assert INSIDES in server.log and "ERROR vllm_lite.entrypoints.lifecycle: the engine is dead" in server.log
+
+
+def poll_health(port: int, refused: list[int]) -> None:
+    """Until it is 200. Before that nothing but a refused connection is allowed; `refused` counts them."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                connection.sendall(request_bytes("GET", "/health", b""))
+                assert read_response(connection).status == 200
+                return
+        except ConnectionRefusedError:
+            refused.append(port)
+            time.sleep(0.02)
+    raise AssertionError("the server never got ready")
+
+
+def test_a_full_disk_for_the_kernels_costs_speed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may write no large file, so there is no room in a temporary folder either."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    command = ["--device", "cpu", "--model", str(cached_checkpoint())]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # what the process inherits
+    try:
+        with running_server(*command, module=REAL) as server:
+            assert_unharmed(server)
+            [line] = [line for line in server.log.splitlines() if "WARNING" in line]
+            assert "torch computes everything" in line and "File too large, and kernels take 8 MiB" in line
+            assert "Traceback" not in server.log
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import select
 import socket
 import threading
 import time
@@ -103,12 +104,26 @@ def test_what_runs_and_what_waits_gives_up_its_place(hasty: Server) -> None:
     assert metrics["num_free_kv_blocks"] == metrics["num_total_kv_blocks"]
 
 
-def test_a_body_that_does_not_arrive_is_408(hasty: Server) -> None:
+@pytest.mark.parametrize("is_trickle", [False, True])
+def test_a_body_that_does_not_arrive_is_408(hasty: Server, is_trickle: bool) -> None:
+    """A client that sends a byte now and then has no more time than one that sends nothing."""
     with hasty.connect() as connection:
-        connection.sendall(generate_bytes({"prompt": "a"}, "Connection: keep-alive")[:-1])
+        request = generate_bytes({"prompt": "a" * 1000}, "Connection: keep-alive")
+        connection.sendall(request[:-900])
+        if is_trickle:
+            send_slowly(connection, request[-900:], every_s=0.1)
         response = read_response(connection)
         assert_refused(response, 408, "0.7 s", "--request-timeout-s")
         assert response.headers["connection"] == "close"
+
+
+def send_slowly(connection: socket.socket, data: bytes, every_s: float) -> None:
+    """Byte by byte, until the server has something to say."""
+    for position in range(len(data)):
+        if select.select([connection], [], [], every_s)[0]:
+            return
+        connection.sendall(data[position : position + 1])
+    raise AssertionError("the server has taken everything")
 
 
 def test_a_request_that_is_done_in_time_notices_nothing(hasty: Server) -> None:

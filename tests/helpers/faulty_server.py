@@ -3,7 +3,6 @@
 Run as a module with the real command line and a checkpoint with the tests' byte tokenizer. A prompt may end in a mark:
 `!raise` (the step that computes its end raises), `!raise=3` (the third step after that does), so too `!memory`, `!oom`,
 `!sleep` and `!lock` (the step never ends); `!encode` (tokenising raises), `!decode` (decoding its first token does).
-With `--load-s 2` as the first argument, loading takes two seconds more.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class FaultyTokenizer:
         return text
 
 
-def build(config: EngineConfig, load_s: float) -> BuiltEngine:
-    time.sleep(load_s)
+def build(config: EngineConfig) -> BuiltEngine:
     parts = build_parts(config)
     tokenizer: Any = FaultyTokenizer(parts.tokenizer)
     executor = FaultyExecutor(parts.executor, parts.tokenizer)
@@ -102,9 +100,4 @@ def build(config: EngineConfig, load_s: float) -> BuiltEngine:
 
 
 if __name__ == "__main__":
-    arguments, load_s = sys.argv[1:], 0.0
-    if "--load-s" in arguments:
-        at = arguments.index("--load-s")
-        load_s = float(arguments[at + 1])
-        del arguments[at : at + 2]
-    sys.exit(main(arguments, lambda config: build(config, load_s), NATIVE))
+    sys.exit(main(sys.argv[1:], build, NATIVE))

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -148,10 +149,14 @@ def test_a_link_to_a_folder_of_another_user(
 
 
 def test_that_cannot_be_written(home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(dir: Path) -> None:
-        raise OSError(28, "No space left on device", str(dir))
+    new_file = tempfile.TemporaryFile
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    def new_file_elsewhere(dir: Path) -> IO[bytes]:
+        if dir.is_relative_to(home):
+            raise OSError(28, "No space left on device", str(dir))
+        return new_file(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", new_file_elsewhere)
     check_is_temporary(home, r"No space left on device: '\S+/vllm_lite/cuda'", caplog)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -273,6 +274,22 @@ def test_a_cache_that_cannot_be_written(home: Path, caplog: pytest.LogCaptureFix
     kernels.close()
     (warning,) = warnings_of(caplog)
     assert "compiled anew at every start" in warning
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_cache_on_a_full_disk(home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(folder: Path) -> None:
+        if folder.is_relative_to(home):
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr(cpu_library, "check_room", check)
+    kernels = load_cpu_kernels(2, [])
+    assert kernels is not None
+    assert_adds(kernels)
+    kernels.close()
+    (warning,) = warnings_of(caplog)
+    assert "compiled anew at every start" in warning and "No space left on device" in warning
+    assert list((home / "vllm_lite" / "cpu").iterdir()) == []
 
 
 # What may happen to the cache.

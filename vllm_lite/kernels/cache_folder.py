@@ -19,6 +19,8 @@ from vllm_lite.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
+BUILD_BYTES = 8 * 2**20
+"""More than the kernels take while they are made."""
 OURS_ALONE = 0o700
 GROUP_OR_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -39,14 +41,30 @@ def private_cache_folder(name: str) -> Path:
     except (OSError, _UntrustedFolderError) as error:
         reason = error
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"vllm_lite_{name}_"))
+        return temporary_folder(name, reason)
     except OSError as error:
         raise StartupError(
             f"there is no folder for compiled kernels: {reason}; nor a temporary one: {error}"
         ) from error
+
+
+def temporary_folder(name: str, reason: Exception) -> Path:
+    """A folder that is removed at exit, and a warning that gives the reason. Raises OSError where it has no room."""
+    folder = Path(tempfile.mkdtemp(prefix=f"vllm_lite_{name}_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    check_room(folder)
     logger.warning("kernels are compiled anew at every start, into %s: %s", folder, reason)
     return folder
+
+
+def check_room(folder: Path) -> None:
+    """Raises OSError where kernels cannot be made: what a disk has left tells nothing of quotas and limits."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(BUILD_BYTES))
+    except OSError as error:
+        message = f"{error.strerror}, and kernels take {BUILD_BYTES // 2**20} MiB"
+        raise OSError(error.errno, message, str(folder)) from error
 
 
 def _trusted_folder(home: Path, name: str) -> Path:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from vllm_lite.errors import StartupError
-from vllm_lite.kernels.cache_folder import private_cache_folder
+from vllm_lite.kernels.cache_folder import private_cache_folder, temporary_folder
 from vllm_lite.kernels.cpu_library import (
     FLAGS,
     CompileError,
@@ -257,11 +257,18 @@ def load_cpu_kernels(num_threads: int, cores: Sequence[int]) -> CpuKernels | Non
         reason = "there is no C++ compiler (apt install g++, or another package that brings c++, g++ or clang++)"
     if reason is None and compiler is not None:
         try:
-            library = build_library(compiler, private_cache_folder("cpu"), FLAGS)
-            return CpuKernels(library, num_threads, cores)
+            return CpuKernels(_library(compiler), num_threads, cores)
         except (CompileError, OSError) as error:
             reason = str(error)
     logger.warning(
         "the CPU kernels cannot be used, so torch computes everything, at a fraction of the speed: %s", reason
     )
     return None
+
+
+def _library(compiler: str) -> Path:
+    """From the user's cache folder, or from a temporary one where that is full. Raises as `build_library` does."""
+    try:
+        return build_library(compiler, private_cache_folder("cpu"), FLAGS)
+    except OSError as error:
+        return build_library(compiler, temporary_folder("cpu", error), FLAGS)

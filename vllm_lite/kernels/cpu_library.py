@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from vllm_lite.kernels.cache_folder import check_room
 from vllm_lite.kernels.topology import available_cpus
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ def build_library(compiler: str, cache: Path, flags: Sequence[str], folder: Path
 
     A library is named by everything it depends on: sources, flags, compiler, and the CPU whose instructions it uses.
     Several processes may build at once: each writes files of its own and moves the library to its name when it is
-    whole. Raises CompileError with the compiler's message, and OSError where the folder cannot be written.
+    whole. Raises CompileError with the compiler's message, and OSError, before the time to compile is spent, where the
+    folder cannot be written or has no room.
     """
     folder = source_folder() if folder is None else folder
     library = cache / f"kernels-{_digest(compiler, flags, folder)}.so"
@@ -94,8 +96,9 @@ def build_library(compiler: str, cache: Path, flags: Sequence[str], folder: Path
         if _is_whole(library):
             return library
         logger.warning("%s is damaged and made again", library)
-    logger.info("compiling the CPU kernels with %s (once, for some seconds) into %s", compiler, cache)
     _remove_abandoned(cache)
+    check_room(cache)
+    logger.info("compiling the CPU kernels with %s (once, for some seconds) into %s", compiler, cache)
     with tempfile.TemporaryDirectory(dir=cache, prefix=BUILDING) as building:
         sources = sorted(folder.glob("*.cpp"))
         objects = [Path(building) / f"{source.stem}.o" for source in sources]
