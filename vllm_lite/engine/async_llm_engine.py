@@ -237,8 +237,8 @@ class AsyncLLMEngine:
         try:
             request = prepared
             if request is None:
-                prepare = partial(self._engine.prepare, add_special_tokens=add_special_tokens)
-                request = await self._prepare(prepare, request_id, prompt, prompt_token_ids, params)
+                prepare = partial(self._engine.prepare, request_id, prompt, prompt_token_ids, params)
+                request = await self._prepare(partial(prepare, add_special_tokens=add_special_tokens), request_id)
             if not stream.has_ended:
                 stream.request = request
                 self._engine.enqueue(request, arrival_time_s)
@@ -271,11 +271,9 @@ class AsyncLLMEngine:
             logger.exception("The engine is dead.")
             self._die(f"The engine is dead; {LOG_SAYS_WHY}", error)
 
-    async def _prepare(self, prepare: Callable[..., Request], request_id: str, *arguments: Any) -> Request:
+    async def _prepare(self, prepare: Callable[[], Request], request_id: str) -> Request:
         """Tokenises on the pool. Raises RequestError, and RequestFailedError for what is not the caller's mistake."""
-        preparing = asyncio.get_running_loop().run_in_executor(
-            self._tokenise_pool, _call, prepare, request_id, *arguments
-        )
+        preparing = asyncio.get_running_loop().run_in_executor(self._tokenise_pool, _call, prepare)
         try:
             await asyncio.wait([preparing])  # does not raise what it raised
         finally:
