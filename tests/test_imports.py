@@ -20,14 +20,15 @@ VALUES = {"errors", "sampling_params", "outputs", "config"}
 ALLOWED = {
     "values": set(),
     "tokenizer": {"values", "tokenizer_protocol"},
+    "chat_template": {"values", "tokenizer"},
     "engine": {"values"},
     "kernels": {"values"},
     "ops": {"values", "kernels", "step"},
     "layers": {"values", "ops", "step"},
     "models": {"values", "ops", "layers", "step"},
     "worker": {"values", "kernels", "ops", "layers", "models", "step"},
-    "build": {"values", "tokenizer", "engine", "step", "worker", "models", "tokenizer_protocol"},
-    "entrypoints": {"values", "build", "engine", "step", "tokenizer_protocol"},
+    "build": {"values", "tokenizer", "chat_template", "engine", "step", "worker", "models", "tokenizer_protocol"},
+    "entrypoints": {"values", "build", "chat_template", "engine", "step", "tokenizer_protocol"},
 }
 
 # The only files that may import a foreign package, as path prefixes inside the package.
@@ -35,6 +36,7 @@ HOMES = {
     "cupy": ("kernels/cuda.py",),
     "aiohttp": ("entrypoints/",),
     "prometheus_client": ("entrypoints/",),
+    "jinja2": ("chat_template.py",),
     "gguf": ("worker/gguf_format.py",),
     "torch": ("ops/", "layers/", "models/", "worker/", "kernels/", "build.py"),
     "transformers": ("tokenizer.py", "hf_tokenizer.py"),

@@ -5,14 +5,20 @@ from __future__ import annotations
 import codecs
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from vllm_lite.tokenizer_files import TemplateText
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
+
+NO_TEMPLATE = TemplateText()
 
 codecs.register_error("vllm_lite.replace_each_byte", _replace_each_byte)
 
@@ -36,13 +42,28 @@ class TokenByteBound:
 class BaseTokenizer(ABC):
     """A tokenizer as the engine wants it (`engine.tokenizer_protocol.Tokenizer`) over some library's own."""
 
+    apply_chat_template: Callable[..., str] | None = None
+    """transformers' method of that name, where the tokenizer is one of its own."""
+
     def __init__(
-        self, *, vocab_size: int, eos_token_id: int | None, special_ids: frozenset[int], bound: TokenByteBound | None
+        self,
+        *,
+        vocab_size: int,
+        eos_token_id: int | None,
+        special_ids: frozenset[int],
+        bound: TokenByteBound | None,
+        chat_template: TemplateText = NO_TEMPLATE,
+        special_tokens: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`bound` is None unless it is certain."""
+        """`bound` is None unless it is certain.
+
+        `special_tokens` are what a chat template may name, such as `bos_token`, beside what `apply_chat_template` has.
+        """
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self.special_ids = special_ids
+        self.chat_template = chat_template
+        self.special_tokens = special_tokens
         self._bound = bound
 
     def min_num_tokens(self, text: str) -> int:

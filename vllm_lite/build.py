@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from vllm_lite.base_tokenizer import BaseTokenizer
+from vllm_lite.chat_template import ChatTemplate, choose_chat_template, read_template_option
 from vllm_lite.config import INT32_MAX, LEAST_CONTEXT, EngineConfig, ModelConfig
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
 from vllm_lite.engine.llm_engine import LLMEngine
@@ -51,6 +53,7 @@ class EngineParts:
     executor: LocalExecutor
     settings: EngineSettings
     tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
     model: ModelConfig
     checkpoint_path: Path
 
@@ -61,17 +64,19 @@ class BuiltEngine:
 
     engine: AsyncLLMEngine
     model_name: str
+    chat_template: ChatTemplate | None
 
 
 def build_engine(config: EngineConfig) -> BuiltEngine:
     """Loads everything. Raises StartupError where the configuration, the checkpoint or the memory does not allow it."""
     parts = build_parts(config)
     engine = AsyncLLMEngine(parts.engine, parts.executor, log_stats=not config.disable_log_stats)
-    return BuiltEngine(engine, config.model or parts.checkpoint_path.stem)
+    return BuiltEngine(engine, config.model or parts.checkpoint_path.stem, parts.chat_template)
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
     """Like `build_engine`, without an event loop."""
+    given_template = read_template_option(config.chat_template)
     gpu = find_gpu(config.device)
     checkpoint = open_checkpoint(config)
     cpu = find_cpu_kernels(config.num_threads, checkpoint.config) if gpu is None else None
@@ -92,6 +97,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         )
         with ThreadPoolExecutor(max_workers=1) as pool:
             tokenizer = pool.submit(_load_tokenizer, config, checkpoint)
+            chat_template = pool.submit(lambda: choose_chat_template(given_template, tokenizer.result()))
             checkpoint.load_into(model.weight_targets(), model.is_ignored)
             if cpu is not None:
                 cpu.pack_all(model.options.matrices)
@@ -132,6 +138,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         executor=LocalExecutor(runner, prepare_thread),
         settings=settings,
         tokenizer=tokenizer.result(),
+        chat_template=chat_template.result(),
         model=plan.model,
         checkpoint_path=checkpoint.path,
     )
@@ -266,7 +273,7 @@ def _named_memory_errors(model: ModelConfig, max_model_len: int) -> Iterator[Non
         ) from error
 
 
-def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> BaseTokenizer:
     is_own = config.tokenizer is None
     path = tokenizer_path(config, checkpoint)
     metadata = checkpoint.gguf_metadata if is_own else None

@@ -65,6 +65,9 @@ class EngineConfig:
     tokenizer_revision: str | None = _option(None, "branch, tag or commit of the tokenizer on the hub")
     tokenizer_mode: Literal["auto", "slow"] = _option("auto", "slow uses the Python tokenizer of transformers")
     trust_remote_code: bool = _option(False, "allow a tokenizer that brings its own Python code")
+    chat_template: str | None = _option(
+        None, "file with a Jinja template for chats, or the template itself (default: the checkpoint's)"
+    )
     download_dir: str | None = _option(None, "where models from the hub are kept (default: the hub's own cache)")
     load_format: Literal["auto", "pt", "safetensors", "gguf", "dummy", "npcache"] = _option(
         "auto", "which weight files to read; dummy fills the model with random numbers"

@@ -13,6 +13,7 @@ from vllm_lite.base_tokenizer import BaseTokenizer, TokenByteBound
 from vllm_lite.errors import StartupError
 from vllm_lite.sentencepiece_tokenizer import SentencePieceTokenizer, processor_from_pieces
 from vllm_lite.tokenizer_bound import token_byte_bound
+from vllm_lite.tokenizer_files import TemplateText, default_template
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +86,18 @@ class ByteLevelTokenizer(BaseTokenizer):
         eos_token_id: int | None,
         special_ids: frozenset[int],
         bound: TokenByteBound | None,
+        chat_template: TemplateText,
+        special_tokens: Mapping[str, str],
     ) -> None:
         """`bos_ids` and `eos_ids` are put around every prompt."""
-        super().__init__(vocab_size=vocab_size, eos_token_id=eos_token_id, special_ids=special_ids, bound=bound)
+        super().__init__(
+            vocab_size=vocab_size,
+            eos_token_id=eos_token_id,
+            special_ids=special_ids,
+            bound=bound,
+            chat_template=chat_template,
+            special_tokens=special_tokens,
+        )
         self._core, self._bos_ids, self._eos_ids = core, bos_ids, eos_ids
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -146,6 +156,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> BaseTokenizer:
         vocab_size=len(tokens),
         special_ids=frozenset(special),
         bound=token_byte_bound(core),
+        **_chat(metadata),
         **_ends(metadata, adds_bos=pre.adds_bos),
     )
 
@@ -167,6 +178,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> BaseTokenizer:
         ),
         added_tokens={},
         special_ids=frozenset(token_id for token_id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)),
+        **_chat(metadata),
         **_ends(metadata, adds_bos=True),
     )
 
@@ -187,6 +199,23 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
             f"The GGUF file's pre-tokenizer {name!r} is unknown (known: {known}); pass --tokenizer with a folder."
         )
     return PRE_TOKENIZERS[name]
+
+
+def _chat(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The template, and the special tokens under the names that templates have for them."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    ids = {
+        name: metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    return {
+        "chat_template": default_template(metadata.get("tokenizer.chat_template")),
+        "special_tokens": {
+            f"{name}_token": tokens[int(token_id)]
+            for name, token_id in ids.items()
+            if token_id is not None and 0 <= int(token_id) < len(tokens)
+        },
+    }
 
 
 def _ends(metadata: Mapping[str, Any], *, adds_bos: bool) -> dict[str, Any]:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from vllm_lite.base_tokenizer import BaseTokenizer, text_of_bytes
+from vllm_lite.base_tokenizer import NO_TEMPLATE, BaseTokenizer, text_of_bytes
 from vllm_lite.errors import StartupError
 from vllm_lite.tokenizer_bound import token_byte_bound
+from vllm_lite.tokenizer_files import TemplateText, default_template, read_chat_template
 
 
 class HuggingFaceTokenizer(BaseTokenizer):
     """A tokenizer of transformers. One written in Python encodes one text at a time; the others let threads run."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, chat_template: TemplateText = NO_TEMPLATE) -> None:
         """`tokenizer` is what `AutoTokenizer.from_pretrained` returns; it is not to be used elsewhere."""
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         vocab: dict[str, int] = tokenizer.get_vocab()
@@ -27,7 +30,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
             eos_token_id=tokenizer.eos_token_id,
             special_ids=frozenset(special | set(tokenizer.all_special_ids)),
             bound=token_byte_bound(tokenizer.backend_tokenizer) if tokenizer.is_fast else None,
+            chat_template=chat_template,
         )
+        self.apply_chat_template = tokenizer.apply_chat_template
         self._tokenizer = tokenizer
         self._known_ids = frozenset(vocab.values())
         plain, kind = PreTrainedTokenizerFast, type(tokenizer)
@@ -92,7 +97,8 @@ def load_hugging_face(folder: Path, *, is_slow: bool, trust_remote_code: bool) -
         tokenizer = AutoTokenizer.from_pretrained(
             folder, use_fast=not is_slow, trust_remote_code=trust_remote_code, local_files_only=True
         )
-        adapter = HuggingFaceTokenizer(tokenizer)
+        found = default_template(tokenizer.chat_template)
+        adapter = HuggingFaceTokenizer(tokenizer, read_chat_template(folder) if found == NO_TEMPLATE else found)
     except Exception as error:  # for a tokenizer.json that is none, the tokenizers library raises just that class
         raise StartupError(f"No tokenizer can be loaded from {folder} ({error}); pass --tokenizer.") from error
     if is_slow and tokenizer.is_fast:
@@ -101,6 +107,12 @@ def load_hugging_face(folder: Path, *, is_slow: bool, trust_remote_code: bool) -
             " tokenizer.model for sentencepiece either; leave --tokenizer-mode out."
         )
     return adapter
+
+
+def apply_without_tokenizer() -> Callable[..., str]:
+    """transformers' `apply_chat_template` for a tokenizer that is none of its own: it has no special token."""
+    apply: Callable[..., str] = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).apply_chat_template
+    return apply
 
 
 def _byte_tokens(vocab: dict[str, int]) -> dict[int, int]:

@@ -6,7 +6,6 @@ Face does, and the text between them is encoded piece by piece, each with its ow
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +14,14 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from vllm_lite.base_tokenizer import BaseTokenizer, TokenByteBound, text_of_bytes
+from vllm_lite.base_tokenizer import NO_TEMPLATE, BaseTokenizer, TokenByteBound, text_of_bytes
 from vllm_lite.errors import StartupError
+from vllm_lite.tokenizer_files import TemplateText, read_chat_template, read_json
 
 BYTE = 6
 """The type of a piece that stands for a byte, in sentencepiece's file format as in GGUF's."""
 SPACE = "\u2581"
+BLANKS = re.compile(r"\s+")
 BPE_MODEL = 2
 NORMALIZER_FIELD = 3
 """Of a model; the next three are fields of a normaliser: character rules, a space before the text, extra blanks."""
@@ -39,8 +40,16 @@ class SentencePieceTokenizer(BaseTokenizer):
         bos_ids: Sequence[int],
         eos_ids: Sequence[int],
         eos_token_id: int | None,
+        chat_template: TemplateText = NO_TEMPLATE,
+        special_tokens: Mapping[str, str],
+        left_strip_ids: frozenset[int] = frozenset(),
+        right_strip_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`added_tokens` have ids beyond the model's; `bos_ids` and `eos_ids` are put around every prompt."""
+        """`added_tokens` have ids beyond the model's; `bos_ids` and `eos_ids` are put around every prompt.
+
+        The blanks before `left_strip_ids` and after `right_strip_ids` that are written out in a text belong to them.
+        """
+        self._left_strip_ids, self._right_strip_ids = left_strip_ids, right_strip_ids
         self._processor = processor
         self._bos_ids, self._eos_ids = list(bos_ids), list(eos_ids)
         num_pieces = processor.get_piece_size()
@@ -63,17 +72,21 @@ class SentencePieceTokenizer(BaseTokenizer):
             special_ids=special_ids,
             # A space may be written out as "\u2581", which has more bytes than a space.
             bound=TokenByteBound(max(len(text.encode()) for text in (*pieces, *added_tokens)))
-            if _keeps_text(processor)
+            if _keeps_text(processor) and not left_strip_ids | right_strip_ids
             else None,
+            chat_template=chat_template,
+            special_tokens=special_tokens,
         )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
         begin = 0
         for match in self._pattern.finditer(text) if self._pattern else ():
-            ids += self._processor.encode(text[begin : match.start()])
-            ids.append(self._written[match.group()])
-            begin = match.end()
+            token_id = self._written[match.group()]
+            before = text[begin : match.start()]
+            ids += self._processor.encode(before.rstrip() if token_id in self._left_strip_ids else before)
+            ids.append(token_id)
+            begin = _skip_blanks(text, match.end()) if token_id in self._right_strip_ids else match.end()
         ids += self._processor.encode(text[begin:])
         return [*self._bos_ids, *ids, *self._eos_ids] if add_special_tokens else ids
 
@@ -94,7 +107,7 @@ def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     config = read_json(path.with_name("tokenizer_config.json"))
     added = read_json(path.with_name("added_tokens.json"))
     try:
-        return _configured(processor, config, added)
+        return _configured(processor, config, added, read_chat_template(path.parent))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise StartupError(
             f"{path}, or the tokenizer_config.json or added_tokens.json beside it, is broken ({error!r}); pass"
@@ -103,25 +116,35 @@ def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
 
 
 def _configured(
-    processor: SentencePieceProcessor, config: Mapping[str, Any], added: dict[str, int]
+    processor: SentencePieceProcessor, config: Mapping[str, Any], added: dict[str, int], chat_template: TemplateText
 ) -> SentencePieceTokenizer:
     """Raises whatever comes of files that say something else than they should."""
     special_ids = set()
+    strip_ids: dict[str, set[int]] = {"lstrip": set(), "rstrip": set()}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         if int(token_id) >= processor.get_piece_size():
             added[token["content"]] = int(token_id)
         if token.get("special"):
             special_ids.add(int(token_id))
+        for side, stripping in strip_ids.items():
+            if token.get(side):
+                stripping.add(int(token_id))
     ids = list(range(processor.get_piece_size()))
     special_ids |= {i for i in ids if processor.is_control(i) or processor.is_unknown(i)}
 
-    def id_of(name: str, default: int) -> list[int]:
-        token = config.get(name)
-        text = token["content"] if isinstance(token, dict) else token
-        token_id = default if text is None else added.get(text, processor.piece_to_id(text))
-        return [token_id] if token_id >= 0 else []
+    special_tokens: dict[str, str] = {}
+    for name in ("bos", "eos", "unk", "pad"):
+        token, own_id = config.get(f"{name}_token"), getattr(processor, f"{name}_id")()
+        if token is not None:
+            special_tokens[f"{name}_token"] = token["content"] if isinstance(token, dict) else token
+        elif own_id >= 0:
+            special_tokens[f"{name}_token"] = processor.id_to_piece(own_id)
 
-    bos, eos = id_of("bos_token", processor.bos_id()), id_of("eos_token", processor.eos_id())
+    def id_of(name: str) -> list[int]:
+        text = special_tokens.get(name)
+        return [] if text is None else [added.get(text, processor.piece_to_id(text))]
+
+    bos, eos = id_of("bos_token"), id_of("eos_token")
     return SentencePieceTokenizer(
         processor,
         added_tokens=added,
@@ -129,6 +152,10 @@ def _configured(
         bos_ids=bos if config.get("add_bos_token", True) else [],
         eos_ids=eos if config.get("add_eos_token", False) else [],
         eos_token_id=eos[0] if eos else None,
+        chat_template=chat_template,
+        special_tokens=special_tokens,
+        left_strip_ids=frozenset(strip_ids["lstrip"]),
+        right_strip_ids=frozenset(strip_ids["rstrip"]),
     )
 
 
@@ -155,19 +182,9 @@ def processor_from_pieces(
     return processor
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, empty where there is no file. Raises StartupError for a file that holds no object."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StartupError(f"{path} cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise StartupError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise StartupError(f"{path} holds no JSON object.")
-    return content
+def _skip_blanks(text: str, begin: int) -> int:
+    match = BLANKS.match(text, begin)
+    return begin if match is None else match.end()
 
 
 def _keeps_text(processor: SentencePieceProcessor) -> bool:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from vllm_lite.base_tokenizer import BaseTokenizer
 from vllm_lite.errors import StartupError
 from vllm_lite.gguf_tokenizer import tokenizer_from_gguf
-from vllm_lite.sentencepiece_tokenizer import load_sentencepiece, read_json
+from vllm_lite.sentencepiece_tokenizer import load_sentencepiece
+from vllm_lite.tokenizer_files import read_json
 
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
 

@@ -1,7 +1,8 @@
 """The real server on an engine that plays back a script: for tests of bytes, status codes and timing.
 
-Run as a module with the real command line and, on top of it, `--script` with JSON. A prompt may begin with words
-such as `!fail=3` (fail the request after 3 tokens), `!die=3` (kill the engine), `!delay=0.1` (seconds a token).
+Run as a module with the real command line and, on top of it, `--script` with JSON (`run` has the keys). A prompt may
+begin with words such as `!fail=3` (fail the request after 3 tokens), `!die=3` (kill the engine), `!delay=0.1` (seconds
+a token).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.entrypoints.launch import main
@@ -150,6 +152,17 @@ class FakeEngine:
 class FakeModel:
     engine: FakeEngine
     model_name: str = "fake"
+    chat_template: ChatTemplate | None = None
+
+
+def _apply_chat_template(
+    conversation: list[dict[str, str]], *, chat_template: str, tokenize: bool, add_generation_prompt: bool, **_: Any
+) -> str:
+    """A line for each message. Refuses those whose role is `refused`."""
+    if any(message["role"] == "refused" for message in conversation):
+        raise ValueError("the role is refused")
+    lines = [f"{message['role']}: {message['content']}\n" for message in conversation]
+    return "".join([*lines, "assistant:" if add_generation_prompt else ""])
 
 
 def _delta(
@@ -169,7 +182,9 @@ def run(arguments: list[str]) -> int:
 
     def build(config: EngineConfig) -> FakeModel:
         time.sleep(script.get("load_s", 0.0))
-        return FakeModel(FakeEngine(config.max_num_seqs, script.get("pieces", PIECES), script.get("delay_s", 0.0)))
+        engine = FakeEngine(config.max_num_seqs, script.get("pieces", PIECES), script.get("delay_s", 0.0))
+        template = ChatTemplate("", _apply_chat_template, {}) if script.get("has_chat_template", True) else None
+        return FakeModel(engine, chat_template=template)
 
     return main(arguments, build, NATIVE)
 

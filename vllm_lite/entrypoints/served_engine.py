@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
+from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.outputs import RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
@@ -72,3 +73,7 @@ class ServedModel(Protocol):
     @property
     def model_name(self) -> str:
         """The model's name as a user knows it."""
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """What makes prompts of conversations; None where neither the checkpoint nor the user has a template."""

@@ -1,0 +1,1 @@
+"""What OpenAI's protocol has of its own."""
