@@ -21,7 +21,7 @@ COMPARED = (
     ("http", "peer"),
     ("http-stream", "peer-stream"),
 )
-"""Whose ratios are taken, where both take part."""
+"""Whose ratios are taken by default, where both take part."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Rounds:
     limits: Limits
     peer_ids: tuple[int, ...] = ()
     """Processes, beside this one and its children, whose work is no disturbance: those of the peer."""
+    compared: tuple[tuple[str, str], ...] = COMPARED
+    """Whose ratios are taken, where both take part."""
 
     def run(
         self, label: str, workload: Workload, contender: Contender, prompts: Sequence[Prompt]
@@ -61,7 +63,9 @@ class Rounds:
                 name: {"figures": spreads(values[name]), "rounds": values[name], **quietness(runs)}
                 for name, runs in measured.items()
             },
-            "ratios": {f"{a} / {b}": ratios(values[a], values[b]) for a, b in COMPARED if a in values and b in values},
+            "ratios": {
+                f"{a} / {b}": ratios(values[a], values[b]) for a, b in self.compared if a in values and b in values
+            },
         }
 
 

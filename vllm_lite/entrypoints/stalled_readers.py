@@ -18,6 +18,9 @@ from vllm_lite.entrypoints.request_id import current_request_id
 
 logger = logging.getLogger(__name__)
 
+SURELY_TAKEN = 32 * 1024
+"""Bytes that an empty buffer takes at once: half of what makes asyncio ask for a pause."""
+
 
 @contextmanager
 def cut_when_stalled(request: web.Request, limit_s: float) -> Iterator[None]:
@@ -36,6 +39,16 @@ def cut_when_stalled(request: web.Request, limit_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+async def write_or_cut(request: web.Request, response: web.StreamResponse, data: bytes, limit_s: float) -> None:
+    """Writes a part of a stream. A write that cannot wait, as most are, needs no timer."""
+    transport = request.transport
+    if transport is not None and not transport.get_write_buffer_size() and len(data) < SURELY_TAKEN:
+        await response.write(data)
+        return
+    with cut_when_stalled(request, limit_s):
+        await response.write(data)
 
 
 def write_in_time(limit_s: float) -> Middleware:

@@ -9,7 +9,7 @@ from types import TracebackType
 from aiohttp import HttpVersion11, web
 
 from vllm_lite.entrypoints.request_log import RequestRecord
-from vllm_lite.entrypoints.stalled_readers import cut_when_stalled
+from vllm_lite.entrypoints.stalled_readers import write_or_cut
 from vllm_lite.errors import EngineDeadError, RequestFailedError
 
 UNBUFFERED = {
@@ -53,8 +53,7 @@ class StreamWriter(AbstractAsyncContextManager["StreamWriter"]):
         """Raises ConnectionResetError where nobody is left to read."""
         if not self.response.prepared:
             await self.response.prepare(self._request)
-        with cut_when_stalled(self._request, self._slow_client_s):
-            await self.response.write(message)
+        await write_or_cut(self._request, self.response, message, self._slow_client_s)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
