@@ -231,7 +231,7 @@ def test_a_client_that_never_reads_is_cut_off_and_delays_nobody(server: Server) 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_case_h7_a_signal_lets_running_requests_finish_and_leaves_nothing(number: signal.Signals) -> None:
     with running_server(*flags(), module=REAL) as server, ExitStack() as stack, server.connect() as kept_alive:
-        streams = [stack.enter_context(open_stream(server, max_tokens=500)) for _ in range(3)]
+        streams = [stack.enter_context(open_stream(server, max_tokens=800)) for _ in range(3)]
         kept_alive.sendall(request_bytes("GET", "/health", b"", "Connection: keep-alive"))
         assert read_response(kept_alive).status == 200
         server.signal(number)
@@ -240,7 +240,7 @@ def test_case_h7_a_signal_lets_running_requests_finish_and_leaves_nothing(number
         assert_refused(read_response(kept_alive), 503, "stopping")
         for stream in streams:
             response = read_response(stream)
-            assert response.is_complete and len(response.messages()) == 500
+            assert response.is_complete and len(response.messages()) == 800
         assert server.wait(10) == 0
         assert "Traceback" not in server.log
         assert_no_process_left(server)
