@@ -178,7 +178,9 @@ class ServerConfig:
         None, "seconds after which a request that is not done is ended (default: it may take any time)", at_least=0.001
     )
     slow_client_s: float = _option(
-        60.0, "seconds that a write may wait for its client before the connection is cut", at_least=0.001
+        60.0,
+        "seconds that a write, or the head of a request, may wait for its client before the connection is cut",
+        at_least=0.001,
     )
     shutdown_grace_s: float = _option(
         30.0, "seconds that running requests get to finish when the server stops", at_least=0

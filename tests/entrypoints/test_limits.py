@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -134,6 +135,30 @@ def test_a_request_that_is_done_in_time_notices_nothing(hasty: Server) -> None:
         time.sleep(0.8)  # the time of both is over
         connection.sendall(generate_bytes({"prompt": "a", "max_tokens": 3}, "Connection: keep-alive"))
         assert read_response(connection).status == 200
+
+
+def test_a_head_that_does_not_arrive_cuts_the_connection_and_nothing_else_does() -> None:
+    head = request_bytes("GET", "/health", b"", "Connection: keep-alive")
+    with running_server("--slow-client-s", "0.5") as server, ExitStack() as stack:
+        silent, cut_short, trickle, second_head, resting, busy = (
+            stack.enter_context(server.connect()) for _ in range(6)
+        )
+        for connection in (second_head, resting):
+            connection.sendall(head)
+            assert read_response(connection).status == 200
+        busy.sendall(generate_bytes({"prompt": "!delay=0.1 a", "max_tokens": 12}, "Connection: keep-alive"))
+        start = time.monotonic()
+        for connection in (cut_short, second_head):
+            connection.sendall(head[:20])
+        send_slowly(trickle, head, every_s=0.05)
+        for connection in (silent, cut_short, trickle, second_head):
+            assert connection.recv(1) == b""
+        assert 0.4 < time.monotonic() - start < 5
+        assert server.log.count("is cut (--slow-client-s)") == 4
+        assert read_response(busy).status == 200  # took 1.2 s
+        for connection in (resting, busy):
+            connection.sendall(head)
+            assert read_response(connection).status == 200
 
 
 def reader_of_much(server: Server, **fields: Any) -> socket.socket:

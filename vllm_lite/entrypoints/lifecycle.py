@@ -58,7 +58,7 @@ async def serve(
     engine.start()
     watchdog = asyncio.create_task(_watch(engine, config.watchdog_s))  # to the end: the last step may be the one
     try:
-        listener = await _listen(runner, app[API_PROTOCOL].failure_shape, sock, tls)
+        listener = await _listen(runner, app[API_PROTOCOL].failure_shape, config.slow_client_s, sock, tls)
         is_told_to_stop = _catch_stop_signals()
         announce(server_url(config.host, sock.getsockname()[1], is_tls=tls is not None))
         await _until_stop_or_death(engine, is_told_to_stop)
@@ -79,7 +79,7 @@ async def serve(
 
 
 async def _listen(
-    runner: web.AppRunner, shape: FailureShape, sock: socket.socket, tls: ssl.SSLContext | None
+    runner: web.AppRunner, shape: FailureShape, head_limit_s: float, sock: socket.socket, tls: ssl.SSLContext | None
 ) -> asyncio.Server:
     """As `web.SockSite` does it, which has no place for a kind of connection of our own."""
     loop, server = asyncio.get_running_loop(), runner.server
@@ -89,7 +89,7 @@ async def _listen(
     options: dict[str, Any] = {"auto_decompress": False, "access_log": None, "logger": _http_logger()}
 
     def connect() -> HttpConnection:
-        return HttpConnection(server, shape, loop=loop, **options)
+        return HttpConnection(server, shape, head_limit_s, loop=loop, **options)
 
     allow_early_reuse(sock)
     limit_unsent(sock)
