@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -301,6 +301,39 @@ async def test_a_tokenizer_that_raises_fails_the_request_and_no_other(
         assert "insides" not in str(raised.value) and "insides" in str(raised.value.__cause__)
         assert len(await good) == 30
     assert "Request r failed" in caplog.text and "insides" in caplog.text and "Traceback" in caplog.text
+
+
+class BrokenDecoder(ByteTokenizer):
+    """Cannot decode what follows on "bad"."""
+
+    def decode(self, token_ids: Sequence[int], **flags: bool) -> str:
+        text = super().decode(token_ids, **flags)
+        if "bad" in text and not text.endswith("bad"):
+            raise KeyError("insides")
+        return text
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        greedy(),
+        SamplingParams(n=3, seed=1, max_tokens=30, ignore_eos=True),
+        SamplingParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=30),
+    ],
+    ids=["greedy", "candidates", "beams"],
+)
+async def test_a_token_that_cannot_be_decoded_fails_the_request_and_no_other(
+    params: SamplingParams, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(engine=LLMEngine(SETTINGS, BrokenDecoder())) as engine:
+        good = asyncio.create_task(collect(engine, "good", "abc", greedy()))
+        with pytest.raises(RequestFailedError, match="could not decode") as raised:
+            await asyncio.wait_for(collect(engine, "r", "bad", params), PATIENCE_S)
+        assert "insides" not in str(raised.value) and "insides" in str(raised.value.__cause__)
+        assert len(await good) == 30
+        stats = engine.stats()
+        assert (stats.num_failed, stats.num_free_blocks) == (1, stats.num_total_blocks)
+    assert "Request r failed" in caplog.text and "insides" in caplog.text
 
 
 async def test_the_same_error_for_all_prompts_kills_the_engine(caplog: pytest.LogCaptureFixture) -> None:

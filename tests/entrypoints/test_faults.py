@@ -141,13 +141,18 @@ def test_a_step_that_fails_fails_its_requests_and_no_other(server: Server, fault
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_tokenizer_that_raises_fails_the_request_and_no_other(server: Server, is_stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("encode", "prompt could not be tokenised"), ("decode", "tokenizer could not decode a token")]
+)
+def test_a_tokenizer_that_raises_fails_the_request_and_no_other(
+    server: Server, fault: str, reason: str, is_stream: bool
+) -> None:
     with open_stream(server, max_tokens=300) as bystander:
-        poisoned = server.post({"prompt": "a !encode", "stream": is_stream})
+        poisoned = server.post({"prompt": f"a !{fault}", "stream": is_stream})
         assert read_response(bystander).is_complete
-    assert_refused(poisoned, 500, "tokenised", "the log says why")
+    assert_refused(poisoned, 500, reason, "the log says why")
     assert INSIDES not in poisoned.raw.decode()
-    assert_log_explains(server, poisoned, "its prompt could not be tokenised")
+    assert_log_explains(server, poisoned, reason)
     assert_unharmed(server)
 
 
@@ -163,7 +168,8 @@ def assert_unharmed(server: Server) -> None:
 def assert_log_explains(server: Server, response: Response, words: str) -> None:
     """One entry has the request's id and, behind its traceback, the error."""
     entries = re.split(r"^(?=\d{4}-)", server.log, flags=re.MULTILINE)
-    [entry] = [entry for entry in entries if words in entry and response.headers["x-request-id"] in entry]
+    request_id = response.headers["x-request-id"]
+    [entry] = [entry for entry in entries if " ERROR " in entry and words in entry and request_id in entry]
     assert " ERROR " in entry and "Traceback" in entry and INSIDES in entry
 
 
@@ -270,7 +276,8 @@ def test_case_o2_health_tells_the_truth_from_the_first_moment_to_the_last() -> N
                     assert time.monotonic() - start < 1
             assert_unharmed(server)
             with open_stream(server) as stream:
-                assert_refused(server.post({"prompt": "a !decode"}), 503, "dead", "the log says why")
+                for prompt in ("a !raise", "b !raise", "c !raise"):  # the third of the same error with another prompt
+                    assert server.post({"prompt": prompt}).status == 500
                 assert_refused(server.get("/health"), 503, "restart")
                 assert not read_response(stream).is_complete
             assert server.wait(5) == 1

@@ -308,7 +308,7 @@ class AsyncLLMEngine:
         for delta in self._engine.finish_step(future.result()):
             self._put(delta.request_id, delta)
         for request_id, failure in self._engine.take_failures().items():
-            logger.error("Request %s failed: %s", request_id, failure)
+            logger.error("Request %s failed: %s", request_id, failure, exc_info=failure.__cause__)
             self._put(request_id, failure)
         if self._stats_log is not None:
             self._stats_log.log_if_due(time.monotonic())

@@ -21,6 +21,10 @@ MAX_CONTEXT_TOKENS = 16
 """Enough to hold a visible character in any text but one of blanks, where the context does not matter much."""
 
 
+class UndecodableError(RuntimeError):
+    """The tokenizer raised where it should have turned ids into text: this one sequence cannot go on."""
+
+
 class DetokenizerStep(NamedTuple):
     """What one token brought: text that may be shown now, and the stop string that it completed."""
 
@@ -146,7 +150,7 @@ class Detokenizer:
         """A special token that is not shown can still be a stop string."""
         if not (check_stop and self._stop_strings and token_id in self._tokenizer.special_ids):
             return DetokenizerStep("", None)
-        stop = self._tokenizer.decode([token_id], skip_special_tokens=False, spaces_between_special_tokens=False)
+        stop = self._text_of([token_id], skip_special_tokens=False, spaces_between_special_tokens=False)
         if stop not in self._stop_strings:
             return DetokenizerStep("", None)
         step = self._search(self._decoder.finish())
@@ -168,11 +172,18 @@ class Detokenizer:
         return step
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
+        return self._text_of(
             token_ids,
             skip_special_tokens=self._params.skip_special_tokens,
             spaces_between_special_tokens=self._params.spaces_between_special_tokens,
         )
+
+    def _text_of(self, token_ids: Sequence[int], **flags: bool) -> str:
+        """Raises UndecodableError for whatever the tokenizer's library, or code that came with it, raises."""
+        try:
+            return self._tokenizer.decode(token_ids, **flags)
+        except Exception as error:
+            raise UndecodableError(f"the tokenizer cannot decode {list(token_ids)}: {error!r}") from error
 
     def _is_visible(self, token_id: int) -> bool:
         if token_id >= self._tokenizer.vocab_size:

@@ -17,7 +17,7 @@ from typing import Protocol
 from vllm_lite.engine.beam_search import BeamRules
 from vllm_lite.engine.beams import Beams
 from vllm_lite.engine.block_manager import BlockManager
-from vllm_lite.engine.detokenizer import Detokenizer
+from vllm_lite.engine.detokenizer import Detokenizer, UndecodableError
 from vllm_lite.engine.generation_rules import candidate_seed, check_unicode, make_rules
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Request, RequestStatus
@@ -35,6 +35,8 @@ MAX_BYTES_PER_TOKEN = 64
 """Of a prompt on average: far above that of any real text."""
 MIN_PROMPT_BYTES = 64 * 1024
 """Every prompt of this size is tokenised, however small the context."""
+NO_FINITE_NUMBER = "The model gave no finite number to choose a token by"
+UNDECODABLE = "The tokenizer could not decode a token, the log says why"
 
 
 class Executor(Protocol):
@@ -270,18 +272,23 @@ class LLMEngine:
             if all(map(math.isfinite, logprobs.values())):
                 request.prompt_logprobs.append(logprobs)
             else:
-                self._fail(request)
+                self._fail(request, NO_FINITE_NUMBER)
 
     def _take_rows(self, request: Request, rows: list[RowResult]) -> RequestDelta | None:
         """What the step brought a request, and whom it brought to an end."""
         if request.is_aborted or request.status is RequestStatus.FINISHED:
             return None
         if any(row.token_id == NO_TOKEN for row in rows):
-            self._fail(request)
+            self._fail(request, NO_FINITE_NUMBER)
             return None
         is_first = request.sequences[0].num_output_tokens == 0
         self._count_tokens(request, len(rows), is_first=is_first)
-        outputs = self._advance_beams(request, rows) if request.params.use_beam_search else self._append(request, rows)
+        advance = self._advance_beams if request.params.use_beam_search else self._append
+        try:
+            outputs = advance(request, rows)
+        except UndecodableError as error:
+            self._fail(request, UNDECODABLE, error)
+            return None
         is_finished = request.is_finished
         if is_finished:
             ends = outputs if request.params.use_beam_search else request.sequences
@@ -332,11 +339,13 @@ class LLMEngine:
         self._counts.num_failed += 1
         request.outcome = "failed"
 
-    def _fail(self, request: Request) -> None:
+    def _fail(self, request: Request, reason: str, cause: Exception | None = None) -> None:
+        """Ends one request of a step. Its caller is told the reason; the cause is for the log."""
         self._count_failure(request)
-        self._failures[request.request_id] = RequestFailedError(
-            "The model gave no finite number to choose a token by; this request has ended, others are not affected."
+        failure = self._failures[request.request_id] = RequestFailedError(
+            f"{reason}; this request has ended, others are not affected."
         )
+        failure.__cause__ = cause
         for sequence in request.sequences:
             self._block_manager.forget_content(sequence.blocks)
         self._remove(request)

@@ -9,7 +9,7 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 
 from vllm_lite.engine.block_manager import BlockTable
-from vllm_lite.engine.detokenizer import Detokenizer
+from vllm_lite.engine.detokenizer import Detokenizer, UndecodableError
 from vllm_lite.engine.generation_rules import GenerationRules
 from vllm_lite.outputs import CompletionDelta, FinishReason, Outcome, RequestTally
 from vllm_lite.sampling_params import SamplingParams
@@ -120,12 +120,16 @@ class Sequence:
         return CompletionDelta(self.index, text, (token_id,))
 
     def abort(self) -> CompletionDelta:
-        """Ends the sequence where it is; the text held back comes out."""
+        """Ends the sequence where it is; the text held back comes out, unless it cannot be decoded."""
         self.finish_reason = "abort"
+        try:
+            held_back = self.detokenizer.finish()
+        except UndecodableError:  # half a character, of a request that nobody waits for
+            held_back = ""
         has_logprobs = self.rules.num_logprobs is not None or self.rules.num_continuations > 0
         return CompletionDelta(
             self.index,
-            self.detokenizer.finish(),
+            held_back,
             (),
             "abort",
             cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
