@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_wheel_carries_every_module_and_the_kernels_sources(tmp_path: Path) -> None:
+def test_wheel_carries_every_module_the_kernels_sources_and_the_page(tmp_path: Path) -> None:
     # In a copy, for a build leaves its files beside the sources.
     copy = tmp_path / "copy"
     for folder in ("vllm_lite", "cuda"):
@@ -25,5 +25,6 @@ def test_wheel_carries_every_module_and_the_kernels_sources(tmp_path: Path) -> N
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_lite").rglob("*.py")}
     sources = {f"vllm_lite/cuda/{path.name}" for path in (ROOT / "cuda").iterdir()}
     sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_lite" / "cpu").iterdir()}
+    sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_lite" / "entrypoints" / "docs").iterdir()}
     assert carried == modules | sources | {"vllm_lite/py.typed"}
-    assert {Path(name).suffix for name in sources} == {".cu", ".cuh", ".cpp", ".h"}
+    assert {Path(name).suffix for name in sources} == {".cu", ".cuh", ".cpp", ".h", ".html", ".css", ".js"}

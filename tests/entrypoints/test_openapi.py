@@ -99,7 +99,7 @@ def test_structure() -> None:
     names = [f"#/components/schemas/{name}" for name in document["components"]["schemas"]]
     assert set(references(document)) == set(names)
     operations = [operation for path in document["paths"].values() for operation in path.values()]
-    assert len({operation["operationId"] for operation in operations}) == len(operations) == 4
+    assert len({operation["operationId"] for operation in operations}) == len(operations) == 5
     for operation in operations:
         for status, response in operation["responses"].items():
             assert re.fullmatch(r"[1-5]\d\d", status)
@@ -138,7 +138,7 @@ def test_a_server_serves_it_and_keeps_to_it(server: Server) -> None:
         assert refused.status == 405
         assert set(refused.headers["allow"].split(", ")) - {"HEAD"} == {method.upper() for method in methods}
         assert path in server.get("/nothing").json()["detail"]
-    for path in ("/health", "/metrics", "/openapi.json"):
+    for path in ("/docs", "/health", "/metrics", "/openapi.json"):
         assert_documented(document, server.get(path), path, "get")
         foreign = server.get(path, "Origin: http://elsewhere")
         assert foreign.status == 403

@@ -9,8 +9,9 @@ from aiohttp.typedefs import Handler, Middleware
 
 from vllm_lite.entrypoints.failures import Failure, FailureError
 
-OPEN_PATHS = frozenset({"/health"})
-"""What supervisors and balancers ask, which have no key: whether the engine lives, and nothing else."""
+OPEN_PATHS = frozenset({"/docs", "/health"})
+"""A page that a browser opens, which cannot send a key with it, and whose panel asks for one; and what supervisors and
+balancers ask, which have none: whether the engine lives, and nothing else."""
 MISSING = "this server needs a key: send it as `Authorization: Bearer <key>`."
 WRONG = "the key is wrong."
 

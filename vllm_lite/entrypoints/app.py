@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vllm_lite.entrypoints.api_key import require_key
 from vllm_lite.entrypoints.cross_origin import CrossOrigin
+from vllm_lite.entrypoints.docs_page import DocsPage
 from vllm_lite.entrypoints.failures import Failure, FailureError, FailureShape, failures_as
 from vllm_lite.entrypoints.http_connection import refuse_other_versions
 from vllm_lite.entrypoints.metrics import make_registry
@@ -32,6 +33,8 @@ class ApiProtocol:
     failure_shape: FailureShape
     document: dict[str, Any]
     """Its OpenAPI document."""
+    page: DocsPage
+    """The same for people."""
 
 
 API_PROTOCOL = web.AppKey("api_protocol", ApiProtocol)
@@ -58,6 +61,7 @@ def make_app(service: RequestService, protocol: ApiProtocol) -> web.Application:
     app.add_routes(
         [
             *routes,
+            web.get("/docs", common.docs),
             web.get("/health", common.health),
             web.get("/metrics", common.metrics),
             web.get("/openapi.json", common.openapi),
@@ -75,6 +79,11 @@ class _CommonRoutes:
         self._engine = service.engine
         self._registry = make_registry(service.engine, service.model_name, service.refusals.counts)
         self._document = protocol.document
+        self._page = protocol.page
+
+    async def docs(self, request: web.Request) -> web.Response:
+        """`GET /docs`: what the other routes take and answer, for people, with a panel to try it."""
+        return web.Response(text=self._page.html, content_type="text/html", headers=self._page.headers)
 
     async def health(self, request: web.Request) -> web.Response:
         """`GET /health`: 200 exactly while the engine can serve."""

@@ -24,35 +24,56 @@ from vllm_lite.sampling_params import (
 )
 
 Schema = dict[str, Any]
+ABOUT = "Text from a language model, over the protocol of vLLM's old native server."
 STREAM_TYPE = "application/octet-stream"
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 MAX_ENTRIES = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_LIST_ENTRIES, "bad_words": MAX_LIST_ENTRIES}
 MIN_ENTRIES = {"allowed_token_ids": 1}
-BEAMS_ONLY = "Another value than the default only with use_beam_search."
+BEAMS_ONLY = "Another value than the default only with `use_beam_search`."
 NOTES = {
+    "prompt": "The text to go on from.",
+    "stream": "A message for each token instead of one answer. By truth in the sense of JSON and Python.",
+    "details": "Token ids, logprobs and reasons beside the text.",
+    "stream_deltas": "Messages carry new text alone. Only with `stream`, not in beam search nor with `best_of` > `n`.",
+    "prefix_pos": "Without effect.",
     "n": "The answer has this many texts.",
-    "best_of": "At least n; null means n. 1 with a temperature of 0, but in beam search at least 2.",
+    "best_of": "This many are generated, of which the best `n` are the answer. At least `n`; `null` means `n`. 1 "
+    "with a `temperature` of 0, but in beam search at least 2.",
+    "presence_penalty": "Taken from the logits of tokens that the answer has already.",
+    "frequency_penalty": "Taken from a token's logit once for each time that the answer has it.",
+    "repetition_penalty": "Above 1, tokens of the prompt and of the answer become less likely; below 1, likelier.",
     "temperature": "Below 1e-5 is greedy. 0 in beam search.",
-    "top_p": "1 in beam search.",
-    "top_k": "-1 and 0 are off. -1 in beam search.",
-    "use_beam_search": "Needs best_of of at least 2, temperature 0, top_p 1 and top_k -1.",
-    "length_penalty": BEAMS_ONLY,
-    "early_stopping": BEAMS_ONLY,
-    "max_tokens": "null means until the context is full.",
-    "min_tokens": "At most max_tokens.",
-    "stop_token_ids": "Ids of the vocabulary.",
-    "logit_bias": "By ids of the vocabulary.",
-    "allowed_token_ids": "Ids of the vocabulary.",
+    "top_p": "Chooses among the likeliest tokens that have this probability together. 1 in beam search.",
+    "top_k": "Chooses among this many of the likeliest tokens. -1 and 0 are off. -1 in beam search.",
+    "min_p": "Chooses among tokens of at least this share of the likeliest one's probability.",
+    "use_beam_search": "Needs `best_of` of at least 2, `temperature` 0, `top_p` 1 and `top_k` -1.",
+    "length_penalty": f"Above 1 prefers longer texts, below 1 shorter ones. {BEAMS_ONLY}",
+    "early_stopping": f"When beam search ends. {BEAMS_ONLY}",
+    "stop": "Strings that end the answer before them.",
+    "stop_token_ids": "Ids of the vocabulary that end the answer.",
+    "include_stop_str_in_output": "The text keeps the stop string, or the text of the stop id, that ended it.",
+    "ignore_eos": "Goes on after the model's own end of sequence.",
+    "max_tokens": "Most tokens of the answer. `null` means until the context is full.",
+    "min_tokens": "Fewest tokens of the answer, but where the context is full. At most `max_tokens`.",
+    "logprobs": "With `details`: the logprob of each token, and of this many of the likeliest.",
+    "prompt_logprobs": "With `details`: the same for the tokens of the prompt.",
+    "skip_special_tokens": "The text leaves special tokens out.",
+    "spaces_between_special_tokens": "Special tokens that are shown stand between spaces.",
+    "seed": "Makes the random choices of this request repeatable.",
+    "logit_bias": "Numbers that are added to logits, by ids of the vocabulary.",
+    "allowed_token_ids": "Ids of the vocabulary; the answer has no others.",
+    "bad_words": "The answer has none of these words.",
+    "truncate_prompt_tokens": "Only this many of the prompt's tokens are read, the last ones.",
 }
-"""What a schema of one field cannot say, since it depends on other fields or on the model."""
+"""What a field is for, and what its schema cannot say, since it depends on other fields or on the model. CommonMark."""
 FAILURES = {
     400: "A mistake of the caller: names the field, the value and what is allowed.",
-    401: "The server has a key (--api-key), and the request has none or another.",
-    403: "A page of an origin that --allowed-origins does not name.",
+    401: "The server has a key (`--api-key`), and the request has none or another.",
+    403: "A page of an origin that `--allowed-origins` does not name.",
     500: "This request failed through no fault of its caller.",
-    408: "The body has not arrived in time (--request-timeout-s).",
-    503: "The server is stopping, its engine has stopped, or too many requests wait (--max-waiting-requests).",
-    504: "The request was not done in time (--request-timeout-s).",
+    408: "The body has not arrived in time (`--request-timeout-s`).",
+    503: "The server is stopping, its engine has stopped, or too many requests wait (`--max-waiting-requests`).",
+    504: "The request was not done in time (`--request-timeout-s`).",
 }
 EVERYWHERE = (401, 403, 503)
 """What any route may answer."""
@@ -62,13 +83,13 @@ OPEN = (403, 503)
 
 def openapi_document(engine_config: EngineConfig, config: ServerConfig) -> Schema:
     """The whole document. Bounds that the command line sets are those of this server."""
-    too_large = f"The body is larger than {config.max_body_mib} MiB (--max-body-mib)."
+    too_large = f"The body is larger than {config.max_body_mib} MiB (`--max-body-mib`)."
     delimiter = {"null": "a null byte", "newline": "a newline"}[config.stream_delimiter]
     messages = {"type": "string", "description": f"JSON objects as in Answer, each followed by {delimiter}."}
     answers = {"application/json": _content("Answer"), STREAM_TYPE: {"schema": messages}}
     generate = {
         "operationId": "generate",
-        "summary": "Goes on with a prompt: one answer, or a stream of messages with stream: true.",
+        "summary": "Goes on with a prompt: one answer, or a stream of messages with `stream: true`.",
         "requestBody": {"required": True, "content": {"application/json": _content("GenerateRequest")}},
         "responses": {
             "200": {"description": "The texts, or a stream of messages.", "content": answers},
@@ -78,9 +99,10 @@ def openapi_document(engine_config: EngineConfig, config: ServerConfig) -> Schem
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "vllm_lite", "version": __version__},
+        "info": {"title": "vllm_lite", "version": __version__, "description": ABOUT},
         "paths": {
             "/generate": {"post": generate},
+            "/docs": {"get": _get("docs", "A page for people, with a panel to try the server.", "text/html", OPEN)},
             "/health": {
                 "get": _get("health", "200 exactly while the engine can serve, with an empty body.", None, OPEN)
             },
@@ -99,33 +121,26 @@ def openapi_document(engine_config: EngineConfig, config: ServerConfig) -> Schem
 
 def request_schema(config: EngineConfig) -> Schema:
     """Of the body of `POST /generate`. Rules between fields are told in their descriptions."""
-    flags = {
-        "stream": {"default": False, "description": "By truth in the sense of JSON and Python."},
-        "details": {
-            "type": ["boolean", "null"],
-            "default": False,
-            "description": "Token ids, logprobs and reasons beside the text.",
-        },
-        "stream_deltas": {
-            "type": ["boolean", "null"],
-            "default": False,
-            "description": "Messages carry new text alone. Only with stream, not in beam search nor with best_of > n.",
-        },
-        "prefix_pos": {"deprecated": True, "description": "Without effect."},
+    flags: dict[str, Schema] = {
+        "prompt": {"type": "string"},
+        "stream": {"default": False},
+        "details": {"type": ["boolean", "null"], "default": False},
+        "stream_deltas": {"type": ["boolean", "null"], "default": False},
     }
     most = dict.fromkeys(("n", "best_of"), config.max_num_seqs)
     most |= dict.fromkeys(("logprobs", "prompt_logprobs"), config.max_logprobs)
     return {
         "type": "object",
+        "description": "`null` means the default of a field, but for `max_tokens`.",
         "required": ["prompt"],
         "additionalProperties": False,
         "properties": {
-            "prompt": {"type": "string"},
-            **flags,
+            **{name: {**schema, "description": NOTES[name]} for name, schema in flags.items()},
             **{
                 name: schema | ({"maximum": most[name]} if name in most else {})
                 for name, schema in params_schemas().items()
             },
+            "prefix_pos": {"deprecated": True, "description": NOTES["prefix_pos"]},
         },
     }
 
@@ -152,9 +167,7 @@ def _field_schema(field: dataclasses.Field[Any], hint: Any) -> Schema:
             "exclusiveMinimum": bounds.exclusive_minimum,
         }
         schema |= _given(keywords)
-    if field.name in NOTES:
-        schema["description"] = NOTES[field.name]
-    return {**schema, "default": field.default}
+    return {**schema, "description": NOTES[field.name], "default": field.default}
 
 
 def _schema_of(name: str, hint: Any) -> Schema:

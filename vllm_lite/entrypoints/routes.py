@@ -8,8 +8,10 @@ from aiohttp import web
 
 from vllm_lite.entrypoints.answer import COMPACT, Answer
 from vllm_lite.entrypoints.app import ApiProtocol, make_app
+from vllm_lite.entrypoints.docs_page import docs_page
 from vllm_lite.entrypoints.failures import Failure
 from vllm_lite.entrypoints.launch import ServerProgram
+from vllm_lite.entrypoints.native_docs import native_description
 from vllm_lite.entrypoints.openapi import STREAM_TYPE, openapi_document
 from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
 from vllm_lite.entrypoints.request_log import RequestRecord
@@ -26,7 +28,8 @@ def make_native_app(service: RequestService) -> web.Application:
     """The application of the native server."""
     document = openapi_document(service.engine_config, service.config)
     routes = [web.post("/generate", Api(service).generate)]
-    return make_app(service, ApiProtocol(routes, native_failure, document))
+    page = docs_page(native_description(document, service.model_name, service.config))
+    return make_app(service, ApiProtocol(routes, native_failure, document, page))
 
 
 def native_failure(failure: Failure) -> dict[str, str]:
