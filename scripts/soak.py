@@ -34,11 +34,11 @@ from scripts.soak_requests import MAX_BODY_MIB
 from scripts.soak_run import Report, Soak
 from vllm_lite.config import program_name
 
-CONTEXT = 2048
 COMMON = f"--max-num-seqs 16 --max-waiting-requests 24 --max-body-mib {MAX_BODY_MIB} --num-threads 1"
-TINY_BLOCKS = 160
-BLOCKS = 96
+TINY_BLOCKS = 96
+BLOCKS = 48
 """A prompt has fewer tokens where these are not bytes. Both are too few for all that run: some are preempted."""
+BLOCK_SIZE = 16
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,11 +59,13 @@ def server_flags(model: str | None, dtype: str) -> list[str]:
     if model is None:
         from tests.helpers.checkpoints import cached_checkpoint  # noqa: PLC0415 - imports torch
 
-        model, num_blocks = str(cached_checkpoint(max_position_embeddings=CONTEXT)), TINY_BLOCKS
+        num_blocks = TINY_BLOCKS
+        model = str(cached_checkpoint(max_position_embeddings=num_blocks * BLOCK_SIZE))
     else:
         num_blocks = BLOCKS
     chosen = [] if model == "default" else ["--model", model]
-    sizes = ["--max-model-len", str(CONTEXT), "--num-kv-blocks", str(num_blocks)]
+    sizes = ["--max-model-len", str(num_blocks * BLOCK_SIZE), "--num-kv-blocks", str(num_blocks)]
+    sizes += ["--block-size", str(BLOCK_SIZE)]
     return [*chosen, *sizes, *COMMON.split(), "--dtype", dtype]
 
 

@@ -45,7 +45,6 @@ WORDS = ["the", "a", "of", "light", "river", "stone", "seven", "ghosts", "becaus
 WORDS += ["quietly", "returned,", "home.", "Why?", "42", "x=y"]
 SYSTEM = "You are a careful clerk of a small harbour and answer briefly. "
 """Prompts that begin with it share blocks."""
-WIDE_PROMPT_CHARS = 1000
 
 _BAD_FIELDS: list[dict[str, Any]] = [
     {"temperature": "hot"},
@@ -238,10 +237,9 @@ def _unseeded(number: int, kind: str, generator: random.Random) -> Asked:
 
 
 def _wide(number: int, kind: str, generator: random.Random) -> Asked:
-    """A stream of several hundred KB, more than all buffers hold."""
-    prompt = "".join(_prompt(generator) for _ in range(40))[:WIDE_PROMPT_CHARS]
-    fields = {"prompt": prompt, "max_tokens": 250, "ignore_eos": True, "temperature": 1.0, "seed": number, "n": 2}
-    return Asked(number, kind, {**fields, "stream": True}, "candidates")
+    """A stream of a megabyte or two, more than all buffers hold: each message has all tokens so far."""
+    wanted = {"stream": True, "details": True, "logprobs": 2}
+    return Asked(number, kind, {**_base(generator), "max_tokens": 250, "ignore_eos": True, "temperature": 0, **wanted})
 
 
 KINDS: dict[str, Callable[[int, str, random.Random], Asked]] = {

@@ -25,6 +25,7 @@ from scripts.soak_checks import (
     wrong_counts_under_load,
     wrong_levels,
     wrong_line,
+    wrong_line_of_unfinished,
     wrong_memory,
     wrong_refusal,
 )
@@ -36,15 +37,17 @@ NUM_CLIENTS = 28
 BURST_CLIENTS = 48
 BURST_EVERY_S = (3.0, 6.0)
 BACK_OFF_S = 0.2
-STALL_S = 5.0
+STALL_S = 4.0
 """How long a client stops reading: longer than the server's patience, SLOW_CLIENT_S."""
-SLOW_CLIENT_S = 3
+SLOW_CLIENT_S = 2
 MAIN_SHARE = 0.8
 """Of the time is for the first life, whose memory is watched."""
 WARM_UP_SHARE = 0.1
 """Of the first life's load is over when memory is looked at first."""
-QUIET_EVERY = 10
-"""So many quiet moments has the first life's load."""
+MAX_QUIET = 9
+"""Moments that the first life's load has after that, the last at its end."""
+QUIET_EVERY_S = 12.0
+"""No more often than that, for clients that do not read keep a quiet moment waiting."""
 SHORT_LIFE_S = (1.5, 15.0)
 LEAST_LIFE_S = 5.0
 """With less time left no further life begins."""
@@ -52,6 +55,7 @@ SCRAPE_EVERY_S = 1.0
 SETTLE_S = 10.0
 SETTLE_POLL_S = 0.05
 BEFORE_STOP_S = (0.5, 2.0)
+HOPE_CHECK_S = 0.5
 MAX_FINDINGS = 20
 MAX_BODY_SHOWN = 2000
 POOL_SIZE = 84
@@ -63,6 +67,7 @@ LATER_LIVES = (
     LifeOptions("little grace", grace_s=0.2),
 )
 SLOW_WAYS = ("read slowly", "stop reading")
+REFUSALS = ("400", "408", "413", "503")
 MAY_BE_CUT = ("stop reading", "half-close", "too large")
 """Where the server may rightly close a connection before the end of its answer."""
 
@@ -138,12 +143,12 @@ class Soak:
         await visitors.quiet("idle")
         begin_s = time.monotonic()
         load_s = max(1.0, self._main_end_s - begin_s)
-        shares = [WARM_UP_SHARE, *(k / QUIET_EVERY for k in range(2, QUIET_EVERY + 1))]
-        for share in shares:
+        num_quiet = max(1, min(MAX_QUIET, int(load_s / QUIET_EVERY_S)))
+        for share in (WARM_UP_SHARE + (1 - WARM_UP_SHARE) * k / num_quiet for k in range(num_quiet + 1)):
             await visitors.load_until(begin_s + load_s * share)
             await visitors.quiet(f"{share:.0%}")
         quiet = [sample for sample in visitors.life.samples if sample["at"].endswith("%")]
-        self.report.rss_kib = (quiet[0]["rss_kib"], quiet[-1]["rss_kib"])
+        self.report.rss_kib = (quiet[0]["rss_kib"], quiet[-1]["rss_kib"]) if quiet else (0, 0)
         for wrong in (
             wrong_memory(*self.report.rss_kib),
             wrong_levels("file descriptors", [sample["num_fds"] for sample in quiet]),
@@ -178,8 +183,8 @@ class Visitors:
         self._num_sent = 0
         self._num_served = 0
         """Answered with 200, on `/generate`."""
-        self._unchecked: list[Result] = []
-        """Whose lines in the log have not been looked at yet."""
+        self._unchecked: list[tuple[Result, str]] = []
+        """What visits have come to, whose lines in the log have not been looked at yet."""
         self._idle_fds = 0
 
     async def ask_alone(self) -> None:
@@ -212,7 +217,8 @@ class Visitors:
         self._hurry.clear()
         self._tasks = [asyncio.create_task(self._visit_again_and_again()) for _ in range(NUM_CLIENTS)]
         self._tasks += [asyncio.create_task(self._burst_now_and_then()), asyncio.create_task(self._watch())]
-        await asyncio.sleep(max(0.0, end_s - time.monotonic()))
+        while (left_s := end_s - time.monotonic()) > 0 and not self._is_hopeless:
+            await asyncio.sleep(min(left_s, HOPE_CHECK_S))
         if not is_left_running:
             await self._end_visits()
         self._report.load_s += time.monotonic() - begin_s
@@ -220,6 +226,8 @@ class Visitors:
     async def quiet(self, label: str) -> None:
         """Nobody asks: everything must be as at the beginning, and the counters exact."""
         is_settled = await self._settle()
+        if self.life.server.process.poll() is not None:
+            return
         now = self.life.sample(label)
         if not is_settled:
             self._report.find(
@@ -236,6 +244,10 @@ class Visitors:
         """SIGTERM: those that run are served, new ones are not."""
         begin_s = time.monotonic()
         name = self.life.options.name
+        if (code := self.life.server.process.poll()) is not None:
+            self._report.find(f"{name}: the server has ended by itself with {code}")
+            await self._end_visits()
+            return
         self._is_over = True
         self.life.tell_to_stop()
         if not await asyncio.to_thread(self.life.says_that_it_stops):
@@ -282,7 +294,7 @@ class Visitors:
         self._num_served += result.status == 200 and result.outcome == "answered" and visit.path == "/generate"
         kind = visit.asked.kind if visit.way == "read" else visit.way
         self._report.counts[kind, outcome] += 1
-        self._unchecked.append(result)
+        self._unchecked.append((result, outcome))
         if wrong is not None:
             self._find(result, wrong)
         if outcome in ("503", "no connection"):
@@ -294,14 +306,31 @@ class Visitors:
         before: dict[str, float] | None = None
         while not self._is_over:
             num_served = self._num_served
-            with suppress(OSError):  # it has been told to stop
-                metrics = await asyncio.to_thread(self.life.server.metrics)
-                for wrong in wrong_counts_under_load(before, metrics, num_served, self._num_sent):
-                    self._report.find(f"{self.life.options.name}, under load: {wrong}")
-                before = metrics
-                self.life.sample("load")
+            metrics = await self._scrape()
+            if metrics is None:
+                return
+            for wrong in wrong_counts_under_load(before, metrics, num_served, self._num_sent):
+                self._report.find(f"{self.life.options.name}, under load: {wrong}")
+            before = metrics
+            self.life.sample("load")
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), SCRAPE_EVERY_S)
+
+    async def _scrape(self) -> dict[str, float] | None:
+        """None where there is no answer any more, which only one that is stopping may do."""
+        try:
+            metrics = await asyncio.to_thread(self.life.server.metrics)
+        except (OSError, AssertionError) as error:  # the latter where the connection ends before an answer
+            if not self.life.is_stopping:
+                code = self.life.server.process.poll()
+                self._report.find(f"{self.life.options.name}: no /metrics, exit code of the server {code}: {error!r}")
+            return None
+        return None if self.life.is_stopping else metrics
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether there is no sense in going on."""
+        return self.life.server.process.poll() is not None or len(self._report.findings) >= MAX_FINDINGS
 
     async def _end_visits(self) -> None:
         self._is_over = True
@@ -313,7 +342,9 @@ class Visitors:
         """Waits until the server has noticed that all have left."""
         end_s = time.monotonic() + SETTLE_S
         while True:
-            metrics = self.last_metrics = await asyncio.to_thread(self.life.server.metrics)
+            if (metrics := await self._scrape()) is None:
+                return False
+            self.last_metrics = metrics
             is_idle = not metrics["num_requests_running"] and not metrics["num_requests_waiting"]
             fds = self.life.sample("settling").num_fds
             if is_idle and fds <= (self._idle_fds or fds):
@@ -369,18 +400,18 @@ class Visitors:
         if way != "other route" or self.life.is_stopping:
             expected.add(503)
         if self.life.options.ends_some_early:
-            expected.add(504)
+            expected |= {504, 408}  # 408 where the body was late
         return None if status in expected else f"answered {status}: {result.body[:500]!r}"
 
     def _check_lines(self) -> None:
         """What the log says of each request must fit what its client saw."""
-        for result in self._unchecked:
-            if (wrong := self._wrong_lines(result)) is not None:
+        for result, outcome in self._unchecked:
+            if (wrong := self._wrong_lines(result, outcome)) is not None:
                 self._find(result, wrong)
             self.life.lines_of.pop(result.request_id, None)
         self._unchecked.clear()
 
-    def _wrong_lines(self, result: Result) -> str | None:
+    def _wrong_lines(self, result: Result, outcome: str) -> str | None:
         lines = self.life.lines_of.get(result.request_id, [])
         asked = result.visit.asked
         is_logged = result.outcome == "answered" and result.visit.way != "other route"
@@ -391,17 +422,20 @@ class Visitors:
         line = lines[0]
         if line.outcome == "failed":
             return f"failed: {line.words}"
-        if result.outcome == "answered" and result.status == 200:
-            solo = self._soak.solos.get(asked.number)
-            if line.outcome == "abort" and (self.life.options.ends_some_early or self._has_little_grace):
-                return None
+        solo = self._soak.solos.get(asked.number)
+        may_end_early = self.life.options.ends_some_early or self._has_little_grace
+        if outcome == "right" and (asked.is_repeatable or not may_end_early):
             return wrong_line(asked, solo, line)
-        if result.outcome == "answered" and result.status in (400, 413, 503) and line.is_queued:
-            return None if self._has_little_grace else f"was refused with {result.status}, but it was queued"
-        is_cut = result.outcome in ("lost", "cut") and result.visit.way not in (*SLOW_WAYS, "half-close")
+        if outcome == "ended early" and (line.outcome != "abort" or not may_end_early):
+            return f"ended early, but its line in the log says {line.words!r}"
+        if outcome in REFUSALS:
+            return f"was refused with {outcome}, but it was queued" if line.is_queued and not may_end_early else None
+        if outcome == "504" and "timed out" not in line.words:
+            return f"was answered 504, but its line in the log says {line.words!r}"
+        is_cut = outcome in ("lost", "cut") and result.visit.way not in (*SLOW_WAYS, "half-close")
         if is_cut and line.is_queued and not self._has_little_grace:
             return f"was queued but never answered to its end: {line.words}"
-        return None
+        return wrong_line_of_unfinished(asked, solo, line, result.body)
 
     @property
     def _has_little_grace(self) -> bool:
