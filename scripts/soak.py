@@ -89,15 +89,19 @@ def figures(report: Report) -> dict[str, object]:
     metrics = [life["metrics"] for life in report.lives]
     quiet = [sample for life in report.lives[:1] for sample in life["samples"] if sample["at"].endswith("%")]
     early, late = report.rss_kib
+
+    def of(name: str) -> int:
+        return sum(count for (_, outcome), count in counts.items() if outcome == name)
+
     return {
         "requests": num_requests,
         "requests/s": round(num_requests / max(report.load_s, 0.001), 1),
-        "answered right": sum(count for (_, outcome), count in counts.items() if outcome == "right"),
-        "wrong answers": report.num_wrong,
-        "hangs": report.num_hung,
+        "answered right": of("right"),
+        "wrong answers": of("wrong"),
+        "hangs": of("hung"),
         "tracebacks": report.num_tracebacks,
         "lives": len(report.lives),
-        "refused with 503": sum(count for (_, outcome), count in counts.items() if outcome == "503"),
+        "refused with 503": of("503"),
         "aborted": int(sum(one.get("num_requests_aborted_total", 0) for one in metrics)),
         "preemptions": int(sum(one.get("num_preemptions_total", 0) for one in metrics)),
         "generated tokens": int(sum(one.get("generation_tokens_total", 0) for one in metrics)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -124,10 +124,10 @@ def make_pool(seed: int, size: int) -> list[Asked]:
     return pool
 
 
-def make_visit(seed: int, number: int, pool: list[Asked], *, is_plain: bool = False) -> Visit:
-    """The visit of this number; a plain one reads a whole answer or stream."""
+def make_visit(seed: int, number: int, pool: list[Asked], *, ways: Collection[Way] = WAYS) -> Visit:
+    """The visit of this number, in one of some ways."""
     generator = random.Random(f"{seed}/{number}")
-    way: Way = "read" if is_plain else generator.choices(list(WAYS), list(WAYS.values()))[0]
+    way: Way = generator.choices(list(ways), [WAYS[one] for one in ways])[0]
     asked = generator.choice([one for one in pool if FITS.get(way, _any)(one)])
     body, path = asked.body, "/generate"
     if way == "malformed":

@@ -11,7 +11,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,22 +19,21 @@ from typing import Any
 
 from scripts.soak_checks import (
     Solo,
-    wrong_answer,
-    wrong_beginning,
     wrong_counts,
     wrong_counts_under_load,
     wrong_levels,
-    wrong_line,
-    wrong_line_of_unfinished,
     wrong_memory,
-    wrong_refusal,
 )
-from scripts.soak_client import HANG_S, Client, Result
-from scripts.soak_requests import Asked, Visit, make_pool, make_visit
+from scripts.soak_client import Client, Result
+from scripts.soak_judge import Circumstances, judge, wrong_lines
+from scripts.soak_requests import WAYS, Visit, Way, make_pool, make_visit
 from scripts.soak_server import Life, LifeOptions, living
 
 NUM_CLIENTS = 28
 BURST_CLIENTS = 48
+PLAIN: tuple[Way, ...] = ("read",)
+LARGE: tuple[Way, ...] = ("malformed", "too large")
+NUM_LARGE = 60
 BURST_EVERY_S = (3.0, 6.0)
 BACK_OFF_S = 0.2
 STALL_S = 4.0
@@ -48,7 +47,7 @@ MAX_QUIET = 9
 """Moments that the first life's load has after that, the last at its end."""
 QUIET_EVERY_S = 12.0
 """No more often than that, for clients that do not read keep a quiet moment waiting."""
-SHORT_LIFE_S = (1.5, 15.0)
+SHORT_LIFE_S = (1.5, 8.0)
 LEAST_LIFE_S = 5.0
 """With less time left no further life begins."""
 SCRAPE_EVERY_S = 1.0
@@ -62,14 +61,10 @@ POOL_SIZE = 84
 SHORT_POOL_SIZE = 36
 SHORT_RUN_S = 30
 LATER_LIVES = (
-    LifeOptions("plain"),
     LifeOptions("time limit", timeout_s=0.3),
     LifeOptions("little grace", grace_s=0.2),
+    LifeOptions("plain"),
 )
-SLOW_WAYS = ("read slowly", "stop reading")
-REFUSALS = ("400", "408", "413", "503")
-MAY_BE_CUT = ("stop reading", "half-close", "too large")
-"""Where the server may rightly close a connection before the end of its answer."""
 
 
 @dataclass
@@ -80,8 +75,6 @@ class Report:
     """By kind and outcome."""
     findings: list[str] = field(default_factory=list)
     lives: list[dict[str, Any]] = field(default_factory=list)
-    num_wrong: int = 0
-    num_hung: int = 0
     num_tracebacks: int = 0
     rss_kib: tuple[int, int] = (0, 0)
     """After the first tenth of the longest life's load, and at its end."""
@@ -140,6 +133,7 @@ class Soak:
 
     async def _main_life(self, visitors: Visitors) -> None:
         await visitors.ask_alone()
+        await visitors.send_large_bodies()
         await visitors.quiet("idle")
         begin_s = time.monotonic()
         load_s = max(1.0, self._main_end_s - begin_s)
@@ -182,7 +176,7 @@ class Visitors:
         self._tasks: list[asyncio.Task[None]] = []
         self._num_sent = 0
         self._num_served = 0
-        """Answered with 200, on `/generate`."""
+        """Answered to their ends for certain."""
         self._unchecked: list[tuple[Result, str]] = []
         """What visits have come to, whose lines in the log have not been looked at yet."""
         self._idle_fds = 0
@@ -209,6 +203,12 @@ class Visitors:
             self._num_sent += 1
             self._num_served += 1
         client.close()
+
+    async def send_large_bodies(self) -> None:
+        """What the server makes once, threads and buffers for the largest bodies, is there before memory is watched."""
+        pool, seed = self._soak.pool, self._soak.seed
+        visits = [make_visit(seed, -1 - number, pool, ways=LARGE) for number in range(NUM_LARGE)]
+        await asyncio.gather(*(self._visit_once(visit) for visit in visits))
 
     async def load_until(self, end_s: float, *, is_left_running: bool = False) -> None:
         """Clients come and go until then, and the last ones have been served, unless they are left running."""
@@ -268,7 +268,7 @@ class Visitors:
     async def _visit_again_and_again(self) -> None:
         client = self._client()
         while not self._is_over:
-            await self._visit(client, is_plain=False)
+            await self._visit(client, self._next_visit(WAYS))
         client.close()
 
     async def _burst_now_and_then(self) -> None:
@@ -278,20 +278,22 @@ class Visitors:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), dice.uniform(*BURST_EVERY_S))
             if not self._is_over:
-                await asyncio.gather(*(self._visit_once() for _ in range(BURST_CLIENTS)))
+                visits = [self._next_visit(PLAIN) for _ in range(BURST_CLIENTS)]
+                await asyncio.gather(*map(self._visit_once, visits))
 
-    async def _visit_once(self) -> None:
+    def _next_visit(self, ways: Collection[Way]) -> Visit:
+        return make_visit(self._soak.seed, next(self._soak.numbers), self._soak.pool, ways=ways)
+
+    async def _visit_once(self, visit: Visit) -> None:
         client = self._client()
-        await self._visit(client, is_plain=True)
+        await self._visit(client, visit)
         client.close()
 
-    async def _visit(self, client: Client, *, is_plain: bool) -> None:
-        number = next(self._soak.numbers)
-        visit = make_visit(self._soak.seed, number, self._soak.pool, is_plain=is_plain)
+    async def _visit(self, client: Client, visit: Visit) -> None:
         self._num_sent += 1
-        result = await client.make(visit, f"visit-{number}")
-        outcome, wrong = self._judge(result)
-        self._num_served += result.status == 200 and result.outcome == "answered" and visit.path == "/generate"
+        result = await client.make(visit, f"visit-{visit.number}")
+        outcome, wrong = judge(result, self._soak.solos.get(visit.asked.number), self._circumstances)
+        self._num_served += outcome == "right" and visit.asked.is_repeatable and visit.way != "other route"
         kind = visit.asked.kind if visit.way == "read" else visit.way
         self._report.counts[kind, outcome] += 1
         self._unchecked.append((result, outcome))
@@ -353,94 +355,19 @@ class Visitors:
                 return False
             await asyncio.sleep(SETTLE_POLL_S)  # what clients have left is closed within a step
 
-    def _judge(self, result: Result) -> tuple[str, str | None]:
-        """The name of an outcome, and what is wrong with it as far as the client can tell."""
-        visit, status, is_stopping = result.visit, result.status, self.life.is_stopping
-        if result.outcome == "hung":
-            self._report.num_hung += 1
-            return "hung", f"the client waited for more than {HANG_S:g} s"
-        if result.outcome == "left":
-            wrong = None if status == 0 else self._wrong_beginning(result)
-            return "left", wrong
-        if result.outcome != "answered":
-            is_allowed = is_stopping or visit.way in MAY_BE_CUT
-            wrong = self._wrong_beginning(result) if status == 200 else None
-            return result.outcome, wrong or (None if is_allowed else f"the connection ended: {result.outcome}")
-        if status != 200:
-            wrong = wrong_refusal(status, result.headers, result.body)
-            return str(status), wrong or self._wrong_status(result)
-        if visit.way == "other route":
-            return "right", None
-        if visit.way in ("malformed", "too large", "leave in the body"):
-            return "200", "answered 200"
-        return self._judge_answer(result)
-
-    def _judge_answer(self, result: Result) -> tuple[str, str | None]:
-        asked = result.visit.asked
-        wrong = wrong_answer(asked, self._soak.solos.get(asked.number), result.body)
-        if wrong is None:
-            return "right", None
-        may_end_early = self.life.options.ends_some_early or self.life.is_stopping
-        if asked.is_stream and may_end_early and self._wrong_beginning(result, is_ended_early=True) is None:
-            return "ended early", None  # whether rightly is in the log
-        self._report.num_wrong += 1
-        return "wrong", wrong
-
-    def _wrong_beginning(self, result: Result, *, is_ended_early: bool = False) -> str | None:
-        asked = result.visit.asked
-        solo = self._soak.solos.get(asked.number)
-        wrong = wrong_beginning(asked, solo, result.body, is_ended_early=is_ended_early)
-        if wrong is not None and not is_ended_early:
-            self._report.num_wrong += 1
-        return wrong
-
-    def _wrong_status(self, result: Result) -> str | None:
-        status, way = result.status, result.visit.way
-        expected = {400} if way == "malformed" else {413} if way == "too large" else set()
-        if way != "other route" or self.life.is_stopping:
-            expected.add(503)
-        if self.life.options.ends_some_early:
-            expected |= {504, 408}  # 408 where the body was late
-        return None if status in expected else f"answered {status}: {result.body[:500]!r}"
-
     def _check_lines(self) -> None:
         """What the log says of each request must fit what its client saw."""
         for result, outcome in self._unchecked:
-            if (wrong := self._wrong_lines(result, outcome)) is not None:
+            solo = self._soak.solos.get(result.visit.asked.number)
+            lines = self.life.lines_of.pop(result.request_id, [])
+            if (wrong := wrong_lines(result, outcome, solo, lines, self._circumstances)) is not None:
                 self._find(result, wrong)
-            self.life.lines_of.pop(result.request_id, None)
         self._unchecked.clear()
 
-    def _wrong_lines(self, result: Result, outcome: str) -> str | None:
-        lines = self.life.lines_of.get(result.request_id, [])
-        asked = result.visit.asked
-        is_logged = result.outcome == "answered" and result.visit.way != "other route"
-        if len(lines) > 1 or (is_logged and not lines and not self.life.is_stopping):
-            return f"has {len(lines)} lines in the log"
-        if not lines:
-            return None
-        line = lines[0]
-        if line.outcome == "failed":
-            return f"failed: {line.words}"
-        solo = self._soak.solos.get(asked.number)
-        may_end_early = self.life.options.ends_some_early or self._has_little_grace
-        if outcome == "right" and (asked.is_repeatable or not may_end_early):
-            return wrong_line(asked, solo, line)
-        if outcome == "ended early" and (line.outcome != "abort" or not may_end_early):
-            return f"ended early, but its line in the log says {line.words!r}"
-        if outcome in REFUSALS:
-            return f"was refused with {outcome}, but it was queued" if line.is_queued and not may_end_early else None
-        if outcome == "504" and "timed out" not in line.words:
-            return f"was answered 504, but its line in the log says {line.words!r}"
-        is_cut = outcome in ("lost", "cut") and result.visit.way not in (*SLOW_WAYS, "half-close")
-        if is_cut and line.is_queued and not self._has_little_grace:
-            return f"was queued but never answered to its end: {line.words}"
-        return wrong_line_of_unfinished(asked, solo, line, result.body)
-
     @property
-    def _has_little_grace(self) -> bool:
-        """Whether the server may have ended requests when it stopped."""
-        return self.life.is_stopping and self.life.options.grace_s < 1
+    def _circumstances(self) -> Circumstances:
+        options, is_stopping = self.life.options, self.life.is_stopping
+        return Circumstances(options.timeout_s is not None, is_stopping, is_stopping and options.has_little_grace)
 
     def _find(self, result: Result, wrong: str) -> None:
         visit, body = result.visit, result.visit.body
@@ -450,8 +377,3 @@ class Visitors:
             f"{visit.asked.number}, {result.outcome} {result.status} after {result.end_s - result.begin_s:.2f} s) "
             f"{wrong}\n  {shown}"
         )
-
-
-def pool_kinds(pool: Sequence[Asked]) -> list[str]:
-    """The kinds of the pool, in order, each once."""
-    return list(dict.fromkeys(asked.kind for asked in pool))

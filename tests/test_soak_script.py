@@ -18,7 +18,8 @@ import pytest
 
 from scripts import soak, soak_checks, soak_run
 from scripts.soak_checks import Line, Solo, parse_line
-from scripts.soak_client import Body, Client
+from scripts.soak_client import Body, Client, Result
+from scripts.soak_judge import Circumstances, judge, wrong_lines
 from scripts.soak_requests import WAYS, Asked, Visit, make_pool, make_visit
 from scripts.soak_server import is_port_free, resources, session_members
 from vllm_lite.entrypoints.request_body import parse_generate_request
@@ -204,6 +205,102 @@ def test_an_answered_request_has_the_line_of_the_idle_server() -> None:
         Line("a", 1, 3, True, True, "client left"),
     ):
         assert soak_checks.wrong_line(GREEDY, ALONE, line) is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "body", "is_right"),
+    [
+        (Line("a", 1, 2, True, True, "client left"), ALONE.body[:32], True),
+        (Line("a", 0, 0, True, False, "client left"), b"", True),
+        (Line("a", 0, 0, False, False, "client left"), b"", True),
+        (Line("a", 1, 3, True, True, "client left after the end: length"), b"", True),
+        (Line("a", 1, 2, True, True, "client left after the end: length"), b"", False),
+        (Line("a", 1, 0, True, True, "client left"), ALONE.body[:32], False),
+        (Line("a", 1, 4, True, True, "client left"), b"", False),
+        (Line("a", 2, 2, True, True, "client left"), b"", False),
+        (Line("a", 0, 0, False, False, "client left"), ALONE.body[:32], False),
+        (Line("a", 1, 1, True, True, "abort, timed out"), stream(["pa"], ["pab"]), True),
+        (Line("a", 1, 0, True, True, "abort, timed out"), stream(["pa"], ["pab"]), False),
+    ],
+)
+def test_a_request_that_was_left_has_no_more_tokens_than_alone_and_no_less_than_came(
+    line: Line, body: bytes, is_right: bool
+) -> None:
+    assert (soak_checks.wrong_line_of_unfinished(GREEDY, ALONE, line, body) is None) == is_right
+
+
+def result_of(outcome: Any, status: int = 200, body: bytes = ALONE.body, way: Any = "read") -> Result:
+    return Result(Visit(1, way, GREEDY, False, 0.0, False, b"{}"), "visit-1", outcome, status, {}, body)
+
+
+STOPPING = Circumstances(is_stopping=True)
+HASTY = Circumstances(is_stopping=True, has_little_grace=True)
+LIMITED = Circumstances(has_time_limit=True)
+DETAIL = b'{"detail": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("result", "now", "name", "is_right"),
+    [
+        (result_of("answered"), Circumstances(), "right", True),
+        (result_of("answered", body=stream(["pZ"])), Circumstances(), "wrong", False),
+        (result_of("answered", body=stream(["pa"])), Circumstances(), "wrong", False),
+        (result_of("answered", body=stream(["pa"])), STOPPING, "wrong", False),
+        (result_of("answered", body=stream(["pa"])), HASTY, "ended early", True),
+        (result_of("answered", body=stream(["pa"])), LIMITED, "ended early", True),
+        (result_of("answered", way="malformed"), Circumstances(), "wrong", False),
+        (result_of("answered", 400, DETAIL, "malformed"), Circumstances(), "400", True),
+        (result_of("answered", 400, DETAIL), Circumstances(), "400", False),
+        (result_of("answered", 500, DETAIL), STOPPING, "500", False),
+        (result_of("answered", 504, DETAIL), Circumstances(), "504", False),
+        (result_of("answered", 504, DETAIL), LIMITED, "504", True),
+        (result_of("hung"), STOPPING, "hung", False),
+        (result_of("left", body=ALONE.body[:20]), Circumstances(), "left", True),
+        (result_of("left", body=b"Z"), Circumstances(), "wrong", False),
+        (result_of("cut", body=b""), Circumstances(), "cut", False),
+        (result_of("cut", body=b"", way="stop reading"), Circumstances(), "cut", True),
+        (result_of("lost", 0, b""), Circumstances(), "lost", False),
+        (result_of("lost", 0, b""), STOPPING, "lost", True),
+        (result_of("no connection", 0, b""), Circumstances(), "no connection", False),
+    ],
+)
+def test_what_is_right_depends_on_the_circumstances(
+    result: Result, now: Circumstances, name: str, is_right: bool
+) -> None:
+    outcome, wrong = judge(result, ALONE, now)
+    assert (outcome, wrong is None) == (name, is_right), wrong
+
+
+DONE = Line("visit-1", 1, 3, True, True, "length")
+ABORTED = Line("visit-1", 1, 1, True, True, "abort")
+REFUSED = Line("visit-1", 0, 0, False, False, "refused: 'x'")
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome", "found", "now", "message"),
+    [
+        (result_of("answered"), "right", [DONE], Circumstances(), None),
+        (result_of("answered"), "right", [], Circumstances(), "has 0 lines"),
+        (result_of("answered"), "right", [], STOPPING, "without a line"),
+        (result_of("answered"), "right", [DONE, DONE], Circumstances(), "has 2 lines"),
+        (result_of("answered"), "right", [ABORTED], HASTY, "its line in the log says 'abort'"),
+        (result_of("answered", body=stream(["pa"])), "ended early", [ABORTED], HASTY, None),
+        (result_of("answered", body=stream(["pa"])), "ended early", [DONE], HASTY, "ended early"),
+        (result_of("answered", 503), "503", [REFUSED], Circumstances(), None),
+        (result_of("answered", 503), "503", [ABORTED], STOPPING, "but it was queued"),
+        (result_of("answered", 503), "503", [ABORTED], HASTY, None),
+        (result_of("answered", 504), "504", [ABORTED], LIMITED, "answered 504"),
+        (result_of("lost", 0, b""), "lost", [], STOPPING, None),
+        (result_of("lost", 0, b""), "lost", [ABORTED], STOPPING, "never answered to its end"),
+        (result_of("lost", 0, b""), "lost", [ABORTED], HASTY, None),
+        (result_of("left", 0, b""), "left", [replace(ABORTED, words="failed: 'x'")], STOPPING, "failed"),
+    ],
+)
+def test_the_log_must_say_what_the_client_saw(
+    result: Result, outcome: str, found: list[Line], now: Circumstances, message: str | None
+) -> None:
+    wrong = wrong_lines(result, outcome, ALONE, found, now)
+    assert wrong is None if message is None else message in str(wrong)
 
 
 def test_growing_memory_and_leaked_descriptors_are_found() -> None:
