@@ -57,9 +57,6 @@ BEFORE_STOP_S = (0.5, 2.0)
 HOPE_CHECK_S = 0.5
 MAX_FINDINGS = 20
 MAX_BODY_SHOWN = 2000
-POOL_SIZE = 84
-SHORT_POOL_SIZE = 36
-SHORT_RUN_S = 30
 LATER_LIVES = (
     LifeOptions("time limit", timeout_s=0.3),
     LifeOptions("little grace", grace_s=0.2),
@@ -90,18 +87,18 @@ class Report:
 class Soak:
     """One run."""
 
-    def __init__(self, flags: Sequence[str], seconds: float, seed: int, log_folder: Path) -> None:
+    def __init__(self, flags: Sequence[str], seconds: float, seed: int, pool_size: int, log_folder: Path) -> None:
         """`flags` choose and set up the model; logs of lives with findings are copied to `log_folder`."""
         self.report = Report()
         self.seed = seed
         self.solos: dict[int, Solo] = {}
         """By the number of the request in the pool; none of those that are not repeatable."""
-        self.pool = make_pool(seed, POOL_SIZE if seconds > SHORT_RUN_S else SHORT_POOL_SIZE)
+        self.pool = make_pool(seed, pool_size)
         self.numbers = itertools.count()
         self._flags = [*flags, "--slow-client-s", str(SLOW_CLIENT_S)]
         self._seconds = seconds
-        self._end_s = self._main_end_s = 0.0
-        """When all is over and when the first life's load is, in monotonic seconds; known when that life begins."""
+        self._end_s = 0.0
+        """When all is over, in monotonic seconds; known when the pool has been answered by an idle server."""
         self._dice = random.Random(f"{seed}/lives")
         self._log_folder = log_folder
 
@@ -117,9 +114,6 @@ class Soak:
         num_findings = len(self.report.findings)
         with living(self._flags, options) as life:
             visitors = Visitors(self, life)
-            if is_main:
-                self._end_s = time.monotonic() + self._seconds
-                self._main_end_s = time.monotonic() + self._seconds * MAIN_SHARE
             asyncio.run(self._main_life(visitors) if is_main else self._short_life(visitors))
             self.report.num_tracebacks += sum("Traceback" in text for text in life.trouble)
             for text in life.trouble:
@@ -136,7 +130,8 @@ class Soak:
         await visitors.send_large_bodies()
         await visitors.quiet("idle")
         begin_s = time.monotonic()
-        load_s = max(1.0, self._main_end_s - begin_s)
+        self._end_s = begin_s + self._seconds
+        load_s = self._seconds * MAIN_SHARE
         num_quiet = max(1, min(MAX_QUIET, int(load_s / QUIET_EVERY_S)))
         for share in (WARM_UP_SHARE + (1 - WARM_UP_SHARE) * k / num_quiet for k in range(num_quiet + 1)):
             await visitors.load_until(begin_s + load_s * share)

@@ -37,7 +37,7 @@ def test_a_real_server_stands_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     # Whether memory is flat takes more than seconds to tell.
     monkeypatch.setattr(soak_run, "wrong_memory", lambda early, late: None)
-    exit_code = soak.main(["--seconds", "12", "--seed", "1", "--json", "soak.json"])
+    exit_code = soak.main(["--seconds", "12", "--seed", "1", "--pool", "36", "--json", "soak.json"])
     printed = capsys.readouterr().out
     assert exit_code == 0, printed
     found = json.loads(Path("soak.json").read_text())
