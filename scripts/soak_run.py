@@ -94,7 +94,7 @@ class Soak:
         self.solos: dict[int, Solo] = {}
         """By the number of the request in the pool; none of those that are not repeatable."""
         self.pool = make_pool(seed, pool_size)
-        self.numbers = itertools.count()
+        self.numbers = itertools.count(NUM_LARGE)  # the first are those of `send_large_bodies`
         self._flags = [*flags, "--slow-client-s", str(SLOW_CLIENT_S)]
         self._seconds = seconds
         self._end_s = 0.0
@@ -202,7 +202,7 @@ class Visitors:
     async def send_large_bodies(self) -> None:
         """What the server makes once, threads and buffers for the largest bodies, is there before memory is watched."""
         pool, seed = self._soak.pool, self._soak.seed
-        visits = [make_visit(seed, -1 - number, pool, ways=LARGE) for number in range(NUM_LARGE)]
+        visits = [make_visit(seed, number, pool, ways=LARGE) for number in range(NUM_LARGE)]
         await asyncio.gather(*(self._visit_once(visit) for visit in visits))
 
     async def load_until(self, end_s: float, *, is_left_running: bool = False) -> None:
