@@ -36,8 +36,8 @@ from scripts.soak_run import Report, Soak
 from vllm_lite.config import program_name
 
 COMMON = f"--max-num-seqs 16 --max-waiting-requests 24 --max-body-mib {MAX_BODY_MIB}"
-TINY_BLOCKS = 96
-BLOCKS = 48
+TINY_BLOCKS = 64
+BLOCKS = 32
 """A prompt has fewer tokens where these are not bytes. Both are too few for all that run: some are preempted."""
 BLOCK_SIZE = 16
 
