@@ -13,32 +13,33 @@ client left, the log alone can tell how the request ended and how many tokens it
 Preemptions, of which no client knows, are reported. Under load, counters must lie between what has been answered and
 what has been sent, and never fall.
 
-The first life of the server takes four fifths of the time, which begins when it is ready. Its memory after the first
-tenth of its load and at its end must agree within 2 %, and file descriptors at quiet moments must be equal. Then comes
-SIGTERM in the middle of the load, and shorter lives, some with a time limit for requests, some with little grace at
-the end. The last stop may take a minute more than --seconds. Exit code 1 means a finding; the log of the life that had
-it is kept in the current folder.
+The time begins when the pool has been answered. The first life of the server takes four fifths of it: memory after the
+first tenth of its load and at its end must agree within 2 %, and file descriptors at quiet moments must be equal. Then
+comes SIGTERM in the middle of the load, and shorter lives, some with a time limit for requests, some with little grace
+at the end. The last stop may take a minute more than --seconds. Exit code 1 means a finding; the log of the life that
+had it is kept in the current folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.bench.arguments import output_file, seconds
+from scripts.bench.arguments import output_file, positive, seconds
 from scripts.soak_requests import MAX_BODY_MIB
 from scripts.soak_run import Report, Soak
 from vllm_lite.config import program_name
 
-CONTEXT = 2048
-COMMON = f"--max-num-seqs 16 --max-waiting-requests 24 --max-body-mib {MAX_BODY_MIB} --num-threads 1"
-TINY_BLOCKS = 160
-BLOCKS = 96
+COMMON = f"--max-num-seqs 16 --max-waiting-requests 24 --max-body-mib {MAX_BODY_MIB}"
+TINY_BLOCKS = 64
+BLOCKS = 32
 """A prompt has fewer tokens where these are not bytes. Both are too few for all that run: some are preempted."""
+BLOCK_SIZE = 16
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=seconds, default=60.0, help="how long (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="makes requests and clients (default: %(default)s)")
     parser.add_argument("--model", help="folder or .gguf file, or default (default: a tiny model, made on the spot)")
+    parser.add_argument("--pool", type=positive, default=84, help="how many distinct requests (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="of the model, as the server's (default: %(default)s)")
     parser.add_argument("--json", type=output_file, help="also write everything to this file")
     return parser
@@ -59,12 +61,15 @@ def server_flags(model: str | None, dtype: str) -> list[str]:
     if model is None:
         from tests.helpers.checkpoints import cached_checkpoint  # noqa: PLC0415 - imports torch
 
-        model, num_blocks = str(cached_checkpoint(max_position_embeddings=CONTEXT)), TINY_BLOCKS
+        num_blocks = TINY_BLOCKS
+        threads = ["--num-threads", "1"]  # more have nothing to do
+        model = str(cached_checkpoint(max_position_embeddings=num_blocks * BLOCK_SIZE))
     else:
-        num_blocks = BLOCKS
+        num_blocks, threads = BLOCKS, []
     chosen = [] if model == "default" else ["--model", model]
-    sizes = ["--max-model-len", str(CONTEXT), "--num-kv-blocks", str(num_blocks)]
-    return [*chosen, *sizes, *COMMON.split(), "--dtype", dtype]
+    sizes = ["--max-model-len", str(num_blocks * BLOCK_SIZE), "--num-kv-blocks", str(num_blocks)]
+    sizes += ["--block-size", str(BLOCK_SIZE)]
+    return [*chosen, *threads, *sizes, *COMMON.split(), "--dtype", dtype]
 
 
 def table(report: Report) -> str:
@@ -87,15 +92,19 @@ def figures(report: Report) -> dict[str, object]:
     metrics = [life["metrics"] for life in report.lives]
     quiet = [sample for life in report.lives[:1] for sample in life["samples"] if sample["at"].endswith("%")]
     early, late = report.rss_kib
+
+    def of(name: str) -> int:
+        return sum(count for (_, outcome), count in counts.items() if outcome == name)
+
     return {
         "requests": num_requests,
         "requests/s": round(num_requests / max(report.load_s, 0.001), 1),
-        "answered right": sum(count for (_, outcome), count in counts.items() if outcome == "right"),
-        "wrong answers": report.num_wrong,
-        "hangs": report.num_hung,
+        "answered right": of("right"),
+        "wrong answers": of("wrong"),
+        "hangs": of("hung"),
         "tracebacks": report.num_tracebacks,
         "lives": len(report.lives),
-        "refused with 503": sum(count for (_, outcome), count in counts.items() if outcome == "503"),
+        "refused with 503": of("503"),
         "aborted": int(sum(one.get("num_requests_aborted_total", 0) for one in metrics)),
         "preemptions": int(sum(one.get("num_preemptions_total", 0) for one in metrics)),
         "generated tokens": int(sum(one.get("generation_tokens_total", 0) for one in metrics)),
@@ -114,7 +123,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = make_parser().parse_args(words)
     start_s = time.monotonic()
-    soak = Soak(server_flags(arguments.model, arguments.dtype), arguments.seconds, arguments.seed, Path.cwd())
+    flags = server_flags(arguments.model, arguments.dtype)
+    soak = Soak(flags, arguments.seconds, arguments.seed, arguments.pool, Path.cwd())
     soak.run()
     report = soak.report
     print(table(report))
@@ -141,4 +151,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server ends with its soak
     sys.exit(main())

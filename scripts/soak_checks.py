@@ -20,6 +20,7 @@ DELIMITER = b"\0"
 MAX_GROWTH = 0.02
 """Of resident memory, of what it was when the server had warmed up."""
 EXCERPT = 300
+ENDS = ("stop", "length")
 LINE = re.compile(
     r"^\S+ \S+ INFO \S+: request (?:(?P<client>\S+) \()?(?P<id>\w+)\)?: (?P<prompt>\d+) prompt tokens, "
     r"(?P<output>\d+) output tokens, (?P<queued>not queued|queued to its end|queued [\d.]+ s), "
@@ -89,7 +90,7 @@ def expected_counts(lines: Iterable[Line]) -> dict[str, int]:
         counts["generation_tokens_total"] += line.num_output_tokens
         counts["request_queue_time_seconds_count"] += line.is_admitted
         counts["time_to_first_token_seconds_count"] += line.num_output_tokens > 0
-        counts["e2e_request_latency_seconds_count"] += outcome in ("stop", "length")
+        counts["e2e_request_latency_seconds_count"] += outcome in ENDS
     return dict(counts)
 
 
@@ -130,14 +131,14 @@ def wrong_counts_under_load(before: Counts | None, seen: Counts, num_answered: i
         wrong += [
             f"{name} went from {before[name]:g} to {value:g}"
             for name, value in seen.items()
-            if name.endswith(("_total", "_count", "_bucket")) and value < before.get(name, 0)
+            if name.partition("{")[0].endswith(("_total", "_count", "_bucket")) and value < before.get(name, 0)
         ]
     return wrong
 
 
 def wrong_line(asked: Asked, solo: Solo | None, line: Line) -> str | None:
     """Of a request that was answered to its end: the log must say what the idle server did."""
-    if line.outcome not in ("stop", "length"):
+    if line.outcome not in ENDS:
         return f"was answered to its end, but its line in the log says {line.words!r}"
     if solo is None:
         return None
@@ -145,6 +146,23 @@ def wrong_line(asked: Asked, solo: Solo | None, line: Line) -> str | None:
     alone = (solo.num_prompt_tokens, solo.num_generated_tokens, solo.outcome)
     if seen != alone:
         return f"computed {seen} (prompt tokens, generated tokens, end), alone {alone}"
+    return None
+
+
+def wrong_line_of_unfinished(asked: Asked, solo: Solo | None, line: Line, body: bytes) -> str | None:
+    """Of a request that its client left, or that the server ended: no more than alone, no less than what came."""
+    if line.outcome in ENDS:  # the client left before it noticed
+        return wrong_line(asked, solo, line)
+    num_messages = body.count(DELIMITER) if asked.is_stream and asked.shape == "single" else 0
+    if num_messages and "abort" in line.words:  # the end by the server is a message without a token
+        num_messages -= 1
+    if line.outcome is None and num_messages:
+        return f"had {num_messages} messages, but its line in the log says that it was not queued"
+    most = line.num_output_tokens if solo is None else solo.num_generated_tokens
+    if not num_messages <= line.num_output_tokens <= most:
+        return f"had {num_messages} messages and {most} tokens alone, but {line.num_output_tokens} in the log"
+    if solo is not None and line.num_prompt_tokens not in (0, solo.num_prompt_tokens):
+        return f"had {line.num_prompt_tokens} prompt tokens in the log, {solo.num_prompt_tokens} alone"
     return None
 
 

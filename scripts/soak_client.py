@@ -139,7 +139,7 @@ class Client:
     """One client, who makes one visit after the other and may keep its connection."""
 
     def __init__(self, host: str, port: int, hurry: asyncio.Event, stall_s: float) -> None:
-        """Clients that dawdle stop doing so when `hurry` is set; `stall_s` is how long they stop reading."""
+        """Clients that read slowly stop doing so when `hurry` is set; `stall_s` is how long they do not read at all."""
         self._host = host
         self._port = port
         self._hurry = hurry
@@ -216,13 +216,13 @@ class Client:
             if not data:
                 return _ended(body)
             body.feed(data)
-            await self._dawdle(0.02 * patience)
+            await self._dawdle(0.005 * patience)
         return "answered"
 
     async def _stop_reading(self, connection: Connection, body: Body) -> Outcome:
         body.feed(await connection.reader.read(SMALL_BUFFER))
-        await self._dawdle(self._stall_s)
-        return await _read(connection, body) if not self._hurry.is_set() else "left"
+        await asyncio.sleep(self._stall_s)
+        return await _read(connection, body)
 
     async def _dawdle(self, seconds: float) -> None:
         if not self._hurry.is_set():

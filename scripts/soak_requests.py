@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,7 +45,6 @@ WORDS = ["the", "a", "of", "light", "river", "stone", "seven", "ghosts", "becaus
 WORDS += ["quietly", "returned,", "home.", "Why?", "42", "x=y"]
 SYSTEM = "You are a careful clerk of a small harbour and answer briefly. "
 """Prompts that begin with it share blocks."""
-WIDE_PROMPT_CHARS = 1000
 
 _BAD_FIELDS: list[dict[str, Any]] = [
     {"temperature": "hot"},
@@ -125,10 +124,10 @@ def make_pool(seed: int, size: int) -> list[Asked]:
     return pool
 
 
-def make_visit(seed: int, number: int, pool: list[Asked], *, is_plain: bool = False) -> Visit:
-    """The visit of this number; a plain one reads a whole answer or stream."""
+def make_visit(seed: int, number: int, pool: list[Asked], *, ways: Collection[Way] = WAYS) -> Visit:
+    """The visit of this number, in one of some ways."""
     generator = random.Random(f"{seed}/{number}")
-    way: Way = "read" if is_plain else generator.choices(list(WAYS), list(WAYS.values()))[0]
+    way: Way = generator.choices(list(ways), [WAYS[one] for one in ways])[0]
     asked = generator.choice([one for one in pool if FITS.get(way, _any)(one)])
     body, path = asked.body, "/generate"
     if way == "malformed":
@@ -238,10 +237,9 @@ def _unseeded(number: int, kind: str, generator: random.Random) -> Asked:
 
 
 def _wide(number: int, kind: str, generator: random.Random) -> Asked:
-    """A stream of several hundred KB, more than all buffers hold."""
-    prompt = "".join(_prompt(generator) for _ in range(40))[:WIDE_PROMPT_CHARS]
-    fields = {"prompt": prompt, "max_tokens": 250, "ignore_eos": True, "temperature": 1.0, "seed": number, "n": 2}
-    return Asked(number, kind, {**fields, "stream": True}, "candidates")
+    """A stream of a megabyte or two, more than all buffers hold: each message has all tokens so far."""
+    wanted = {"stream": True, "details": True, "logprobs": 2}
+    return Asked(number, kind, {**_base(generator), "max_tokens": 250, "ignore_eos": True, "temperature": 0, **wanted})
 
 
 KINDS: dict[str, Callable[[int, str, random.Random], Asked]] = {

@@ -11,7 +11,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,52 +19,49 @@ from typing import Any
 
 from scripts.soak_checks import (
     Solo,
-    wrong_answer,
-    wrong_beginning,
     wrong_counts,
     wrong_counts_under_load,
     wrong_levels,
-    wrong_line,
     wrong_memory,
-    wrong_refusal,
 )
-from scripts.soak_client import HANG_S, Client, Result
-from scripts.soak_requests import Asked, Visit, make_pool, make_visit
+from scripts.soak_client import Client, Result
+from scripts.soak_judge import Circumstances, judge, wrong_lines
+from scripts.soak_requests import WAYS, Visit, Way, make_pool, make_visit
 from scripts.soak_server import Life, LifeOptions, living
 
 NUM_CLIENTS = 28
 BURST_CLIENTS = 48
+PLAIN: tuple[Way, ...] = ("read",)
+LARGE: tuple[Way, ...] = ("malformed", "too large")
+NUM_LARGE = 60
 BURST_EVERY_S = (3.0, 6.0)
 BACK_OFF_S = 0.2
-STALL_S = 5.0
+STALL_S = 4.0
 """How long a client stops reading: longer than the server's patience, SLOW_CLIENT_S."""
-SLOW_CLIENT_S = 3
+SLOW_CLIENT_S = 2
 MAIN_SHARE = 0.8
 """Of the time is for the first life, whose memory is watched."""
 WARM_UP_SHARE = 0.1
 """Of the first life's load is over when memory is looked at first."""
-QUIET_EVERY = 10
-"""So many quiet moments has the first life's load."""
-SHORT_LIFE_S = (1.5, 15.0)
+MAX_QUIET = 9
+"""Moments that the first life's load has after that, the last at its end."""
+QUIET_EVERY_S = 12.0
+"""No more often than that, for clients that do not read keep a quiet moment waiting."""
+SHORT_LIFE_S = (1.5, 8.0)
 LEAST_LIFE_S = 5.0
 """With less time left no further life begins."""
 SCRAPE_EVERY_S = 1.0
 SETTLE_S = 10.0
 SETTLE_POLL_S = 0.05
 BEFORE_STOP_S = (0.5, 2.0)
+HOPE_CHECK_S = 0.5
 MAX_FINDINGS = 20
 MAX_BODY_SHOWN = 2000
-POOL_SIZE = 84
-SHORT_POOL_SIZE = 36
-SHORT_RUN_S = 30
 LATER_LIVES = (
-    LifeOptions("plain"),
     LifeOptions("time limit", timeout_s=0.3),
     LifeOptions("little grace", grace_s=0.2),
+    LifeOptions("plain"),
 )
-SLOW_WAYS = ("read slowly", "stop reading")
-MAY_BE_CUT = ("stop reading", "half-close", "too large")
-"""Where the server may rightly close a connection before the end of its answer."""
 
 
 @dataclass
@@ -75,8 +72,6 @@ class Report:
     """By kind and outcome."""
     findings: list[str] = field(default_factory=list)
     lives: list[dict[str, Any]] = field(default_factory=list)
-    num_wrong: int = 0
-    num_hung: int = 0
     num_tracebacks: int = 0
     rss_kib: tuple[int, int] = (0, 0)
     """After the first tenth of the longest life's load, and at its end."""
@@ -92,18 +87,18 @@ class Report:
 class Soak:
     """One run."""
 
-    def __init__(self, flags: Sequence[str], seconds: float, seed: int, log_folder: Path) -> None:
+    def __init__(self, flags: Sequence[str], seconds: float, seed: int, pool_size: int, log_folder: Path) -> None:
         """`flags` choose and set up the model; logs of lives with findings are copied to `log_folder`."""
         self.report = Report()
         self.seed = seed
         self.solos: dict[int, Solo] = {}
         """By the number of the request in the pool; none of those that are not repeatable."""
-        self.pool = make_pool(seed, POOL_SIZE if seconds > SHORT_RUN_S else SHORT_POOL_SIZE)
-        self.numbers = itertools.count()
+        self.pool = make_pool(seed, pool_size)
+        self.numbers = itertools.count(NUM_LARGE)  # the first are those of `send_large_bodies`
         self._flags = [*flags, "--slow-client-s", str(SLOW_CLIENT_S)]
         self._seconds = seconds
-        self._end_s = self._main_end_s = 0.0
-        """When all is over and when the first life's load is, in monotonic seconds; known when that life begins."""
+        self._end_s = 0.0
+        """When all is over, in monotonic seconds; known when the pool has been answered by an idle server."""
         self._dice = random.Random(f"{seed}/lives")
         self._log_folder = log_folder
 
@@ -119,9 +114,6 @@ class Soak:
         num_findings = len(self.report.findings)
         with living(self._flags, options) as life:
             visitors = Visitors(self, life)
-            if is_main:
-                self._end_s = time.monotonic() + self._seconds
-                self._main_end_s = time.monotonic() + self._seconds * MAIN_SHARE
             asyncio.run(self._main_life(visitors) if is_main else self._short_life(visitors))
             self.report.num_tracebacks += sum("Traceback" in text for text in life.trouble)
             for text in life.trouble:
@@ -135,15 +127,17 @@ class Soak:
 
     async def _main_life(self, visitors: Visitors) -> None:
         await visitors.ask_alone()
+        await visitors.send_large_bodies()
         await visitors.quiet("idle")
         begin_s = time.monotonic()
-        load_s = max(1.0, self._main_end_s - begin_s)
-        shares = [WARM_UP_SHARE, *(k / QUIET_EVERY for k in range(2, QUIET_EVERY + 1))]
-        for share in shares:
+        self._end_s = begin_s + self._seconds
+        load_s = self._seconds * MAIN_SHARE
+        num_quiet = max(1, min(MAX_QUIET, int(load_s / QUIET_EVERY_S)))
+        for share in (WARM_UP_SHARE + (1 - WARM_UP_SHARE) * k / num_quiet for k in range(num_quiet + 1)):
             await visitors.load_until(begin_s + load_s * share)
             await visitors.quiet(f"{share:.0%}")
         quiet = [sample for sample in visitors.life.samples if sample["at"].endswith("%")]
-        self.report.rss_kib = (quiet[0]["rss_kib"], quiet[-1]["rss_kib"])
+        self.report.rss_kib = (quiet[0]["rss_kib"], quiet[-1]["rss_kib"]) if quiet else (0, 0)
         for wrong in (
             wrong_memory(*self.report.rss_kib),
             wrong_levels("file descriptors", [sample["num_fds"] for sample in quiet]),
@@ -177,9 +171,9 @@ class Visitors:
         self._tasks: list[asyncio.Task[None]] = []
         self._num_sent = 0
         self._num_served = 0
-        """Answered with 200, on `/generate`."""
-        self._unchecked: list[Result] = []
-        """Whose lines in the log have not been looked at yet."""
+        """Answered to their ends for certain."""
+        self._unchecked: list[tuple[Result, str]] = []
+        """What visits have come to, whose lines in the log have not been looked at yet."""
         self._idle_fds = 0
 
     async def ask_alone(self) -> None:
@@ -205,6 +199,12 @@ class Visitors:
             self._num_served += 1
         client.close()
 
+    async def send_large_bodies(self) -> None:
+        """What the server makes once, threads and buffers for the largest bodies, is there before memory is watched."""
+        pool, seed = self._soak.pool, self._soak.seed
+        visits = [make_visit(seed, number, pool, ways=LARGE) for number in range(NUM_LARGE)]
+        await asyncio.gather(*(self._visit_once(visit) for visit in visits))
+
     async def load_until(self, end_s: float, *, is_left_running: bool = False) -> None:
         """Clients come and go until then, and the last ones have been served, unless they are left running."""
         begin_s = time.monotonic()
@@ -212,7 +212,8 @@ class Visitors:
         self._hurry.clear()
         self._tasks = [asyncio.create_task(self._visit_again_and_again()) for _ in range(NUM_CLIENTS)]
         self._tasks += [asyncio.create_task(self._burst_now_and_then()), asyncio.create_task(self._watch())]
-        await asyncio.sleep(max(0.0, end_s - time.monotonic()))
+        while (left_s := end_s - time.monotonic()) > 0 and not self._is_hopeless:
+            await asyncio.sleep(min(left_s, HOPE_CHECK_S))
         if not is_left_running:
             await self._end_visits()
         self._report.load_s += time.monotonic() - begin_s
@@ -220,6 +221,8 @@ class Visitors:
     async def quiet(self, label: str) -> None:
         """Nobody asks: everything must be as at the beginning, and the counters exact."""
         is_settled = await self._settle()
+        if self.life.server.process.poll() is not None:
+            return
         now = self.life.sample(label)
         if not is_settled:
             self._report.find(
@@ -236,6 +239,10 @@ class Visitors:
         """SIGTERM: those that run are served, new ones are not."""
         begin_s = time.monotonic()
         name = self.life.options.name
+        if (code := self.life.server.process.poll()) is not None:
+            self._report.find(f"{name}: the server has ended by itself with {code}")
+            await self._end_visits()
+            return
         self._is_over = True
         self.life.tell_to_stop()
         if not await asyncio.to_thread(self.life.says_that_it_stops):
@@ -256,7 +263,7 @@ class Visitors:
     async def _visit_again_and_again(self) -> None:
         client = self._client()
         while not self._is_over:
-            await self._visit(client, is_plain=False)
+            await self._visit(client, self._next_visit(WAYS))
         client.close()
 
     async def _burst_now_and_then(self) -> None:
@@ -266,23 +273,25 @@ class Visitors:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), dice.uniform(*BURST_EVERY_S))
             if not self._is_over:
-                await asyncio.gather(*(self._visit_once() for _ in range(BURST_CLIENTS)))
+                visits = [self._next_visit(PLAIN) for _ in range(BURST_CLIENTS)]
+                await asyncio.gather(*map(self._visit_once, visits))
 
-    async def _visit_once(self) -> None:
+    def _next_visit(self, ways: Collection[Way]) -> Visit:
+        return make_visit(self._soak.seed, next(self._soak.numbers), self._soak.pool, ways=ways)
+
+    async def _visit_once(self, visit: Visit) -> None:
         client = self._client()
-        await self._visit(client, is_plain=True)
+        await self._visit(client, visit)
         client.close()
 
-    async def _visit(self, client: Client, *, is_plain: bool) -> None:
-        number = next(self._soak.numbers)
-        visit = make_visit(self._soak.seed, number, self._soak.pool, is_plain=is_plain)
+    async def _visit(self, client: Client, visit: Visit) -> None:
         self._num_sent += 1
-        result = await client.make(visit, f"visit-{number}")
-        outcome, wrong = self._judge(result)
-        self._num_served += result.status == 200 and result.outcome == "answered" and visit.path == "/generate"
+        result = await client.make(visit, f"visit-{visit.number}")
+        outcome, wrong = judge(result, self._soak.solos.get(visit.asked.number), self._circumstances)
+        self._num_served += outcome == "right" and visit.asked.is_repeatable and visit.way != "other route"
         kind = visit.asked.kind if visit.way == "read" else visit.way
         self._report.counts[kind, outcome] += 1
-        self._unchecked.append(result)
+        self._unchecked.append((result, outcome))
         if wrong is not None:
             self._find(result, wrong)
         if outcome in ("503", "no connection"):
@@ -294,14 +303,31 @@ class Visitors:
         before: dict[str, float] | None = None
         while not self._is_over:
             num_served = self._num_served
-            with suppress(OSError):  # it has been told to stop
-                metrics = await asyncio.to_thread(self.life.server.metrics)
-                for wrong in wrong_counts_under_load(before, metrics, num_served, self._num_sent):
-                    self._report.find(f"{self.life.options.name}, under load: {wrong}")
-                before = metrics
-                self.life.sample("load")
+            metrics = await self._scrape()
+            if metrics is None:
+                return
+            for wrong in wrong_counts_under_load(before, metrics, num_served, self._num_sent):
+                self._report.find(f"{self.life.options.name}, under load: {wrong}")
+            before = metrics
+            self.life.sample("load")
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), SCRAPE_EVERY_S)
+
+    async def _scrape(self) -> dict[str, float] | None:
+        """None where there is no answer any more, which only one that is stopping may do."""
+        try:
+            metrics = await asyncio.to_thread(self.life.server.metrics)
+        except (OSError, AssertionError) as error:  # the latter where the connection ends before an answer
+            if not self.life.is_stopping:
+                code = self.life.server.process.poll()
+                self._report.find(f"{self.life.options.name}: no /metrics, exit code of the server {code}: {error!r}")
+            return None
+        return None if self.life.is_stopping else metrics
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether there is no sense in going on."""
+        return self.life.server.process.poll() is not None or len(self._report.findings) >= MAX_FINDINGS
 
     async def _end_visits(self) -> None:
         self._is_over = True
@@ -313,7 +339,9 @@ class Visitors:
         """Waits until the server has noticed that all have left."""
         end_s = time.monotonic() + SETTLE_S
         while True:
-            metrics = self.last_metrics = await asyncio.to_thread(self.life.server.metrics)
+            if (metrics := await self._scrape()) is None:
+                return False
+            self.last_metrics = metrics
             is_idle = not metrics["num_requests_running"] and not metrics["num_requests_waiting"]
             fds = self.life.sample("settling").num_fds
             if is_idle and fds <= (self._idle_fds or fds):
@@ -322,91 +350,19 @@ class Visitors:
                 return False
             await asyncio.sleep(SETTLE_POLL_S)  # what clients have left is closed within a step
 
-    def _judge(self, result: Result) -> tuple[str, str | None]:
-        """The name of an outcome, and what is wrong with it as far as the client can tell."""
-        visit, status, is_stopping = result.visit, result.status, self.life.is_stopping
-        if result.outcome == "hung":
-            self._report.num_hung += 1
-            return "hung", f"the client waited for more than {HANG_S:g} s"
-        if result.outcome == "left":
-            wrong = None if status == 0 else self._wrong_beginning(result)
-            return "left", wrong
-        if result.outcome != "answered":
-            is_allowed = is_stopping or visit.way in MAY_BE_CUT
-            wrong = self._wrong_beginning(result) if status == 200 else None
-            return result.outcome, wrong or (None if is_allowed else f"the connection ended: {result.outcome}")
-        if status != 200:
-            wrong = wrong_refusal(status, result.headers, result.body)
-            return str(status), wrong or self._wrong_status(result)
-        if visit.way == "other route":
-            return "right", None
-        if visit.way in ("malformed", "too large", "leave in the body"):
-            return "200", "answered 200"
-        return self._judge_answer(result)
-
-    def _judge_answer(self, result: Result) -> tuple[str, str | None]:
-        asked = result.visit.asked
-        wrong = wrong_answer(asked, self._soak.solos.get(asked.number), result.body)
-        if wrong is None:
-            return "right", None
-        may_end_early = self.life.options.ends_some_early or self.life.is_stopping
-        if asked.is_stream and may_end_early and self._wrong_beginning(result, is_ended_early=True) is None:
-            return "ended early", None  # whether rightly is in the log
-        self._report.num_wrong += 1
-        return "wrong", wrong
-
-    def _wrong_beginning(self, result: Result, *, is_ended_early: bool = False) -> str | None:
-        asked = result.visit.asked
-        solo = self._soak.solos.get(asked.number)
-        wrong = wrong_beginning(asked, solo, result.body, is_ended_early=is_ended_early)
-        if wrong is not None and not is_ended_early:
-            self._report.num_wrong += 1
-        return wrong
-
-    def _wrong_status(self, result: Result) -> str | None:
-        status, way = result.status, result.visit.way
-        expected = {400} if way == "malformed" else {413} if way == "too large" else set()
-        if way != "other route" or self.life.is_stopping:
-            expected.add(503)
-        if self.life.options.ends_some_early:
-            expected.add(504)
-        return None if status in expected else f"answered {status}: {result.body[:500]!r}"
-
     def _check_lines(self) -> None:
         """What the log says of each request must fit what its client saw."""
-        for result in self._unchecked:
-            if (wrong := self._wrong_lines(result)) is not None:
+        for result, outcome in self._unchecked:
+            solo = self._soak.solos.get(result.visit.asked.number)
+            lines = self.life.lines_of.pop(result.request_id, [])
+            if (wrong := wrong_lines(result, outcome, solo, lines, self._circumstances)) is not None:
                 self._find(result, wrong)
-            self.life.lines_of.pop(result.request_id, None)
         self._unchecked.clear()
 
-    def _wrong_lines(self, result: Result) -> str | None:
-        lines = self.life.lines_of.get(result.request_id, [])
-        asked = result.visit.asked
-        is_logged = result.outcome == "answered" and result.visit.way != "other route"
-        if len(lines) > 1 or (is_logged and not lines and not self.life.is_stopping):
-            return f"has {len(lines)} lines in the log"
-        if not lines:
-            return None
-        line = lines[0]
-        if line.outcome == "failed":
-            return f"failed: {line.words}"
-        if result.outcome == "answered" and result.status == 200:
-            solo = self._soak.solos.get(asked.number)
-            if line.outcome == "abort" and (self.life.options.ends_some_early or self._has_little_grace):
-                return None
-            return wrong_line(asked, solo, line)
-        if result.outcome == "answered" and result.status in (400, 413, 503) and line.is_queued:
-            return None if self._has_little_grace else f"was refused with {result.status}, but it was queued"
-        is_cut = result.outcome in ("lost", "cut") and result.visit.way not in (*SLOW_WAYS, "half-close")
-        if is_cut and line.is_queued and not self._has_little_grace:
-            return f"was queued but never answered to its end: {line.words}"
-        return None
-
     @property
-    def _has_little_grace(self) -> bool:
-        """Whether the server may have ended requests when it stopped."""
-        return self.life.is_stopping and self.life.options.grace_s < 1
+    def _circumstances(self) -> Circumstances:
+        options, is_stopping = self.life.options, self.life.is_stopping
+        return Circumstances(options.timeout_s is not None, is_stopping, is_stopping and options.has_little_grace)
 
     def _find(self, result: Result, wrong: str) -> None:
         visit, body = result.visit, result.visit.body
@@ -416,8 +372,3 @@ class Visitors:
             f"{visit.asked.number}, {result.outcome} {result.status} after {result.end_s - result.begin_s:.2f} s) "
             f"{wrong}\n  {shown}"
         )
-
-
-def pool_kinds(pool: Sequence[Asked]) -> list[str]:
-    """The kinds of the pool, in order, each once."""
-    return list(dict.fromkeys(asked.kind for asked in pool))

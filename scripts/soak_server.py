@@ -86,9 +86,9 @@ class LifeOptions:
     timeout_s: float | None = None
 
     @property
-    def ends_some_early(self) -> bool:
-        """Whether requests may be ended before they are done while it runs."""
-        return self.timeout_s is not None
+    def has_little_grace(self) -> bool:
+        """Whether requests may be ended before they are done when it stops."""
+        return self.grace_s < 1
 
     def flags(self) -> list[str]:
         """As a command line."""

@@ -394,7 +394,15 @@ def test_pages_of_other_sites_are_refused(server: Server) -> None:
         assert_refused(server.get("/metrics", host, f"Origin: {origin}"), 403)
     assert server.post(ASKED, host, f"Origin: http://localhost:{server.port}").status == 200
     assert server.post(ASKED, "Host: localhost", "Origin: http://LOCALHOST:80").status == 200
+    for own in ("127.0.0.1:8000", "[::1]:8000", "[::1]", "192.0.2.1"):
+        assert server.post(ASKED, f"Host: {own}", f"Origin: http://{own}").status == 200
     assert server.post(ASKED, "Host: tunnel.example").status == 200
+
+
+@pytest.mark.parametrize("name", ["evil.example:8000", "evil.example", "127.0.0.1.evil.example", "localhost.evil:8000"])
+def test_a_name_that_was_made_to_point_here_is_foreign(server: Server, name: str) -> None:
+    """DNS rebinding: the page's own name has become this machine's, so Origin and Host agree."""
+    assert_refused(server.post(ASKED, f"Host: {name}", f"Origin: http://{name}"), 403, "--allowed-origins")
 
 
 @pytest.mark.parametrize("allowed", ["http://a.example,https://b.example:8443/", "*"])

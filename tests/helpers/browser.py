@@ -1,19 +1,16 @@
 """A headless Chromium for tests: what a page shows, what its console says and which addresses it asks.
 
-Where there is none, tests skip, or fail if `VLLM_LITE_TEST_NEEDS_BROWSER` is set. Nothing is downloaded.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from selenium import webdriver
 from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.service import Service
@@ -21,9 +18,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-DRIVER = "chromedriver"
-MUST_BE_THERE = "VLLM_LITE_TEST_NEEDS_BROWSER"
+from tests.helpers.programs import find_program
+
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -115,16 +111,9 @@ class Browser:
 @contextmanager
 def running_browser() -> Iterator[Browser]:
     """Starts one and ends it afterwards."""
-    browser, driver_path = next(filter(None, map(shutil.which, BROWSERS)), None), shutil.which(DRIVER)
-    if browser is None or driver_path is None:
-        reason = (
-            f"no {' or '.join(BROWSERS) if browser is None else DRIVER} on PATH (Debian: chromium, chromium-driver)"
-        )
-        if os.environ.get(MUST_BE_THERE):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    driver_path = find_program("chromedriver", package="chromium-driver")
     options = webdriver.ChromeOptions()
-    options.binary_location = browser
+    options.binary_location = find_program("chromium", "chromium-browser", "google-chrome", package="chromium")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for flag in (*FLAGS, f"--user-data-dir={folder}"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
+
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from vllm_lite.config import ServerConfig
 from vllm_lite.entrypoints.failures import Failure, FailureError
 
+PORT = re.compile(r":[0-9]*$")
 READABLE_HEADERS = "X-Request-Id, Retry-After"
 """What a page may read of an answer's headers, beside those that it always may."""
 
@@ -24,9 +28,8 @@ class CrossOrigin:
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses foreign pages and answers preflights, which carry no key."""
         origins = request.headers.getall(hdrs.ORIGIN, ())
-        own = _normal_origin(f"{request.scheme}://{request.headers.get(hdrs.HOST, '')}")
         for origin in origins:
-            if _normal_origin(origin) != own and not self._is_allowed(origin):
+            if not _is_own(request, origin) and not self._is_allowed(origin):
                 detail = f"pages of {origin} may not call this server; see --allowed-origins."
                 raise FailureError(Failure(403, detail))
         is_preflight = request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
@@ -46,11 +49,32 @@ class CrossOrigin:
         origins = request.headers.getall(hdrs.ORIGIN, ())
         if len(origins) == 1 and self._is_allowed(origins[0]):
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origins[0]
-            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = READABLE_HEADERS
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = PORT = re.compile(r":[0-9]*$")
+READABLE_HEADERS
 
     def _is_allowed(self, origin: str) -> bool:
         """A browser writes an origin in ASCII, and no header could echo another one."""
         return _normal_origin(origin) in self._allowed or ("*" in self._allowed and origin.isascii())
+
+
+def _is_own(request: web.Request, origin: str) -> bool:
+    """Whether a page comes from this server, as far as that is certain.
+
+    A name in both headers proves nothing: whoever owns a name can have it point here once the page is loaded.
+    """
+    host = request.headers.get(hdrs.HOST, "")
+    if _normal_origin(origin) != _normal_origin(f"{request.scheme}://{host}"):
+        return False
+    name = host.rpartition(":")[0] if PORT.search(host) else host
+    return name.lower() == "localhost" or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _normal_origin(origin: str) -> str:
