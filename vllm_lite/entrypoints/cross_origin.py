@@ -49,8 +49,7 @@ class CrossOrigin:
         origins = request.headers.getall(hdrs.ORIGIN, ())
         if len(origins) == 1 and self._is_allowed(origins[0]):
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origins[0]
-            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = PORT = re.compile(r":[0-9]*$")
-READABLE_HEADERS
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = READABLE_HEADERS
 
     def _is_allowed(self, origin: str) -> bool:
         """A browser writes an origin in ASCII, and no header could echo another one."""
