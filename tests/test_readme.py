@@ -23,6 +23,13 @@ def test_named_files_exist() -> None:
         assert (ROOT / name).exists() or (ROOT / "vllm_lite" / name).exists(), name
 
 
+def test_named_tests_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", README))
+    source = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 8
+    assert not named - set(re.findall(r"^(?:async )?def (test_\w+)", source, flags=re.MULTILINE))
+
+
 def test_the_path_of_a_request_names_functions_that_exist() -> None:
     section = README.partition("## The path of a request")[2].partition("\n## ")[0]
     named = [name for name in re.findall(r"`(\w+\.\w+)`", section) if not name.endswith(".py")]
