@@ -75,6 +75,20 @@ def test_serve_then_paste_the_ready_line(tmp_path: Path) -> None:
         assert "3 answered, 0 failed" in run_script([*load_test, "--port", port[1], *fewer])
 
 
+def test_the_openai_example_runs(tmp_path: Path) -> None:
+    code = re.search(r"<!-- openai example -->\n```python\n(.*?)```", README, flags=re.DOTALL)
+    assert code
+    with running([str(ROOT / "scripts" / "serve"), "--openai", "--port", "0"], tmp_path) as ready_line:
+        command = ready_line[ready_line.index("curl ") :]
+        result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+        assert "Paris" in json.loads(result.stdout)["choices"][0]["text"]
+        port = re.search(r"127\.0\.0\.1:(\d+)", ready_line)
+        assert port
+        example = code[1].replace("127.0.0.1:8000", f"127.0.0.1:{port[1]}")
+        result = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=True)
+    assert "Paris" in result.stdout
+
+
 def script_command(name: str) -> list[str]:
     """As the README has it."""
     block = re.search(r"<!-- scripts -->\n```bash\n(.*?)```", README, flags=re.DOTALL)

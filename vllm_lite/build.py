@@ -64,6 +64,8 @@ class BuiltEngine:
 
     engine: AsyncLLMEngine
     model_name: str
+    tokenizer: Tokenizer
+    max_model_len: int
     chat_template: ChatTemplate | None
 
 
@@ -71,7 +73,13 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     """Loads everything. Raises StartupError where the configuration, the checkpoint or the memory does not allow it."""
     parts = build_parts(config)
     engine = AsyncLLMEngine(parts.engine, parts.executor, log_stats=not config.disable_log_stats)
-    return BuiltEngine(engine, config.model or parts.checkpoint_path.stem, parts.chat_template)
+    return BuiltEngine(
+        engine,
+        model_name=config.model or parts.checkpoint_path.stem,
+        tokenizer=parts.tokenizer,
+        max_model_len=parts.settings.max_model_len,
+        chat_template=parts.chat_template,
+    )
 
 
 def build_parts(config: EngineConfig) -> EngineParts:

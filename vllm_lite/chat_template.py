@@ -69,7 +69,9 @@ class ChatTemplate:
         variables = template_kwargs or {}
         for name in variables:
             if name in self._taken:
-                raise RequestError(f"chat_template_kwargs must not set {name!r}, which is not the template's.")
+                raise RequestError(
+                    f"chat_template_kwargs must not set {name!r}, which is not the template's.", "chat_template_kwargs"
+                )
         try:
             return self._apply(
                 [dict(message) for message in messages],

@@ -160,6 +160,9 @@ class ServerConfig:
     stream_delimiter: Literal["null", "newline"] = _option(
         "null", "what ends a message of a stream; clients of vLLM 0.6.4 to 0.24 expect newline"
     )
+    served_model_name: tuple[str, ...] = _option(
+        (), "names by which clients may know the model, separated by commas; metrics have the first (default: --model)"
+    )
     allowed_origins: tuple[str, ...] = _option(
         (), "origins of web pages that may call the server, separated by commas; * allows every page"
     )

@@ -29,7 +29,7 @@ BIAS_KEY = "^[0-9]{1,18}$"
 ONLY_WITH_BEAMS = "only works with beam search: set use_beam_search or leave it out."
 INT32_MAX = 2**31 - 1
 FIELDS_OF_REQUESTS = ("prompt", "stream", "details", "stream_deltas")
-"""What a request may have beside these parameters."""
+"""What a request of the native protocol may have beside these parameters."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,18 @@ class SamplingParams:
         self._check_lists()
 
     @classmethod
-    def from_request(cls, fields: Mapping[str, Any]) -> SamplingParams:
+    def from_request(cls, fields: Mapping[str, Any], known: Sequence[str] | None = None) -> SamplingParams:
         """Builds the parameters from the JSON fields of a request; null means the default of an optional field.
 
-        `max_tokens` alone takes null as a value: until the context is full.
+        `max_tokens` alone takes null as a value: until the context is full. `known` are all fields that a request may
+        have, those taken out of it before included; None means those of the native protocol.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
+        own = sorted(field.name for field in dataclasses.fields(cls))
+        if known is None:
+            known = [*FIELDS_OF_REQUESTS, *own]
         given: dict[str, Any] = {}
         for name, value in fields.items():
-            if name not in known:
+            if name not in own or name not in known:
                 raise RequestError(_unknown_field(name, known), name)
             if value is not None or name == "max_tokens":
                 given[name] = value
@@ -212,7 +215,8 @@ class SamplingParams:
         if self.is_greedy and self.num_candidates > 1:
             got = _show(self.num_candidates)
             raise RequestError(
-                f"best_of must be 1 when using greedy sampling (n and best_of alike), got {got}.", "best_of"
+                f"best_of must be 1 when using greedy sampling (n and best_of alike), got {got}.",
+                "n" if self.best_of is None else "best_of",
             )
 
     def _check_lists(self) -> None:
@@ -323,8 +327,7 @@ def _bias_with_integer_keys(bias: object) -> object:
     }
 
 
-def _unknown_field(name: str, known: set[str]) -> str:
-    names = [*FIELDS_OF_REQUESTS, *sorted(known)]
+def _unknown_field(name: str, names: Sequence[str]) -> str:
     nearest = difflib.get_close_matches(name[:100], names, n=1)
     hint = f"; did you mean {nearest[0]}?" if nearest else "."
     allowed = ", ".join(names)

@@ -14,6 +14,7 @@ from scripts.bench import server as bench_server
 from scripts.bench.client import exchange
 from tests.entrypoints.test_native_protocol import ASKED, STREAMED, assert_refused
 from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.doors import Door
 from tests.helpers.server import FAKE, REAL, Response, Server, read_response, request_bytes, running_server
 from vllm_lite.config import API_KEY_VARIABLE, ServerConfig, parse_command_line
 from vllm_lite.errors import StartupError
@@ -23,11 +24,11 @@ BEARER = f"Authorization: Bearer {KEY}"
 
 
 @pytest.fixture(scope="module", params=["flag", "environment"])
-def locked(request: pytest.FixtureRequest) -> Iterator[Server]:
+def locked(request: pytest.FixtureRequest, door: Door) -> Iterator[Server]:
     """A server that needs the key."""
     is_flag = request.param == "flag"
     flags = ["--api-key", KEY] if is_flag else []
-    with running_server(*flags, "--log-level", "debug", api_key=None if is_flag else KEY) as server:
+    with running_server(*flags, "--log-level", "debug", api_key=None if is_flag else KEY, door=door) as server:
         arguments = Path(f"/proc/{server.process.pid}/cmdline").read_text()
         assert (KEY in arguments) == is_flag
         yield server
@@ -92,8 +93,8 @@ def test_the_key_is_not_shown_with_the_other_options() -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as server:
+def server(door: Door) -> Iterator[Server]:
+    with running_server(door=door) as server:
         yield server
 
 
@@ -108,7 +109,7 @@ def exchanges(server: Server, *headers: str) -> list[Response]:
         server.get("/health", *headers),
         server.get("/metrics", *headers),
         server.get("/nothing", *headers),
-        server.get("/generate", *headers),
+        server.get(server.door.path, *headers),
     ]
 
 
@@ -134,13 +135,14 @@ def test_other_requests_get_an_id_of_their_own(server: Server, own: str | None) 
         assert (f"request {request_id}: " in server.log) == (response in responses[:5])
 
 
-def test_clients_that_send_the_same_id_at_once_are_kept_apart() -> None:
-    with running_server("--model", str(cached_checkpoint()), module=REAL) as server, ThreadPoolExecutor(8) as pool:
+def test_clients_that_send_the_same_id_at_once_are_kept_apart(door: Door) -> None:
+    flags = ["--model", str(cached_checkpoint())]
+    with running_server(*flags, module=REAL, door=door) as server, ThreadPoolExecutor(8) as pool:
         prompts = [f"{number} is" for number in range(8)]
         bodies = [{"prompt": prompt, "max_tokens": 20, "temperature": 0} for prompt in prompts]
         alone = [server.text(**body) for body in bodies]
         together = list(pool.map(lambda body: server.post(body, "X-Request-Id: same"), bodies))
-        assert [response.json()["text"][0] for response in together] == alone
+        assert [response.text() for response in together] == alone
         assert server.log.count("request same (") == 8
 
 
@@ -159,7 +161,7 @@ PREFLIGHT = ["Access-Control-Request-Method: POST", "Access-Control-Request-Head
 
 
 def preflight(server: Server, *headers: str) -> Response:
-    return server.exchange(request_bytes("OPTIONS", "/generate", b"", *headers))
+    return server.exchange(request_bytes("OPTIONS", server.door.path, b"", *headers))
 
 
 def cors_headers(response: Response) -> set[str]:
@@ -167,9 +169,9 @@ def cors_headers(response: Response) -> set[str]:
 
 
 @pytest.fixture(scope="module", params=[f"https://other.example,{PAGE}/", "*"], ids=["listed", "all"])
-def shared(request: pytest.FixtureRequest) -> Iterator[Server]:
+def shared(request: pytest.FixtureRequest, door: Door) -> Iterator[Server]:
     """A server that pages may call."""
-    with running_server("--allowed-origins", request.param, "--api-key", KEY) as server:
+    with running_server("--allowed-origins", request.param, "--api-key", KEY, door=door) as server:
         yield server
 
 

@@ -19,6 +19,7 @@ from prometheus_client.samples import Sample
 
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.engine_fakes import FakeExecutor, make_engine
+from tests.helpers.fake_server import FakeModel
 from tests.helpers.server import sample_name
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
@@ -112,7 +113,9 @@ async def running(
 ) -> AsyncGenerator[Service, None]:
     executor = Executor()
     engine = AsyncLLMEngine(llm_engine or make_engine(), executor)
-    service = RequestService(engine, model_name, state or ServerState(), EngineConfig(), ServerConfig(**config))
+    service = RequestService(
+        FakeModel(engine, model_name), state or ServerState(), EngineConfig(), ServerConfig(**config)
+    )
     server = TestServer(make_native_app(service))
     await server.start_server()
     engine.start()

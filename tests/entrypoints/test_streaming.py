@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_lite.entrypoints.answer import COMPACT, SPACED, Answer
+from vllm_lite.entrypoints.answer import Answer
+from vllm_lite.entrypoints.json_style import COMPACT, SPACED
 from vllm_lite.entrypoints.streaming import is_message, stream_messages
 from vllm_lite.outputs import CompletionDelta, RequestDelta
 from vllm_lite.sampling_params import SamplingParams

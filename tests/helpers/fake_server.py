@@ -1,8 +1,8 @@
 """The real server on an engine that plays back a script: for tests of bytes, status codes and timing.
 
-Run as a module with the real command line and, on top of it, `--script` with JSON (`run` has the keys). A prompt may
-begin with words such as `!fail=3` (fail the request after 3 tokens), `!die=3` (kill the engine), `!delay=0.1` (seconds
-a token).
+Run as a module with the real command line and, on top of it, `--openai` for the server of OpenAI's protocol and
+`--script` with JSON (`run` has the keys). A prompt may begin with words such as `!fail=3` (fail the request after 3
+tokens), `!die=3` (kill the engine), `!delay=0.1` (seconds a token).
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.helpers.byte_tokenizer import ByteTokenizer
 from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.statistics import EngineStats
+from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.entrypoints.launch import main
+from vllm_lite.entrypoints.openai.program import OPENAI
 from vllm_lite.entrypoints.routes import NATIVE
+from vllm_lite.entrypoints.served_engine import ServedEngine
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, FinishReason, Outcome, RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
@@ -29,6 +33,7 @@ PIECES = [" Hi", " é", "", "\n", "\0", '"', "\\", " 你好", "😀", "</s>", "\
 """The script: pieces of text, one a token, over and over. One is empty, as a token's is that is held back."""
 MAX_PROMPT_CHARS = 2_000_000
 NUM_BLOCKS = 64
+OPENAI_FLAG = "--openai"
 
 
 @dataclass
@@ -150,8 +155,10 @@ class FakeEngine:
 
 @dataclass(frozen=True)
 class FakeModel:
-    engine: FakeEngine
+    engine: ServedEngine
     model_name: str = "fake"
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    max_model_len: int = MAX_PROMPT_CHARS
     chat_template: ChatTemplate | None = None
 
 
@@ -174,6 +181,8 @@ def _delta(
 
 
 def run(arguments: list[str]) -> int:
+    program = OPENAI if OPENAI_FLAG in arguments else NATIVE
+    arguments = [argument for argument in arguments if argument != OPENAI_FLAG]
     script: dict[str, Any] = {}
     if "--script" in arguments:
         at = arguments.index("--script")
@@ -186,7 +195,7 @@ def run(arguments: list[str]) -> int:
         template = ChatTemplate("", _apply_chat_template, {}) if script.get("has_chat_template", True) else None
         return FakeModel(engine, chat_template=template)
 
-    return main(arguments, build, NATIVE)
+    return main(arguments, build, program)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def build(config: EngineConfig) -> BuiltEngine:
     tokenizer: Any = FaultyTokenizer(parts.tokenizer)
     executor = FaultyExecutor(parts.executor, parts.tokenizer)
     engine = AsyncLLMEngine(LLMEngine(parts.settings, tokenizer), executor, log_stats=not config.disable_log_stats)
-    return BuiltEngine(engine, "faulty", parts.chat_template)
+    return BuiltEngine(engine, "faulty", tokenizer, parts.settings.max_model_len, parts.chat_template)
 
 
 if __name__ == "__main__":

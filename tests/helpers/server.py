@@ -23,9 +23,10 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tests.helpers.doors import NATIVE, Door
 from vllm_lite.config import API_KEY_VARIABLE
 
-REAL = "vllm_lite.entrypoints.api_server"
+REAL = NATIVE.module
 FAKE = "tests.helpers.fake_server"
 """The same server, on an engine that plays back a script."""
 ROOT = Path(__file__).parents[2]
@@ -46,9 +47,22 @@ class Response:
     is_complete: bool
     """Whether the body ended as its headers announced."""
     raw: bytes
+    door: Door = NATIVE
 
     def json(self) -> Any:
         return json.loads(self.body, parse_constant=_refuse_constant)
+
+    def text(self) -> str:
+        """Of the first candidate of a whole answer."""
+        return self.door.text(self.json())
+
+    def texts(self) -> list[str]:
+        """Of the first candidate of a stream, as far as it has come after each message."""
+        return self.door.texts(self.body)
+
+    def failure(self) -> str:
+        """What a failure says."""
+        return self.door.failure(self.json())
 
     def messages(self, delimiter: bytes = b"\0") -> list[str]:
         """The text of each message of a stream with one candidate."""
@@ -60,10 +74,11 @@ class Response:
 class Server:
     """A running server process."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, log_path: Path, ready_line: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str, log_path: Path, ready_line: str, door: Door) -> None:
         self.process = process
         self.url = url
         self.ready_line = ready_line
+        self.door = door
         self.log_path = log_path
         self.port = int(url.rpartition(":")[2])
 
@@ -79,20 +94,26 @@ class Server:
         """Sends bytes on a connection of their own and reads one response."""
         with self.connect() as connection:
             connection.sendall(request)
-            return read_response(connection)
+            return self.read(connection)
+
+    def read(self, connection: socket.socket) -> Response:
+        """The next response of a connection to this server."""
+        return read_response(connection, self.door)
+
+    def request(self, fields: dict[str, Any] | bytes, *headers: str) -> bytes:
+        """A request to generate."""
+        return generate_bytes(fields, *headers, path=self.door.path)
 
     def get(self, path: str, *headers: str) -> Response:
         return self.exchange(request_bytes("GET", path, b"", *headers))
 
     def post(self, fields: dict[str, Any] | bytes, *headers: str) -> Response:
-        return self.exchange(generate_bytes(fields, *headers))
+        return self.exchange(self.request(fields, *headers))
 
     def text(self, **fields: Any) -> str:
         response = self.post(fields)
         assert response.status == 200, response.raw
-        text = response.json()["text"][0]
-        assert isinstance(text, str)
-        return text
+        return response.text()
 
     def metrics(self) -> dict[str, float]:
         """The samples of `/metrics`, without the prefix of their names and the label of all, `model_name`."""
@@ -109,13 +130,18 @@ class Server:
 
 @contextmanager
 def running_server(
-    *flags: str, module: str = FAKE, script: dict[str, Any] | None = None, api_key: str | None = None
+    *flags: str,
+    module: str = FAKE,
+    script: dict[str, Any] | None = None,
+    api_key: str | None = None,
+    door: Door = NATIVE,
 ) -> Iterator[Server]:
     """Starts a server on a free port and ends it afterwards; `script` is for the fake engine alone.
 
     `api_key` is what its environment has for the key: that of the developer's own servers is not passed on.
     """
-    command = [sys.executable, "-m", module, "--port", "0", *flags]
+    module = door.module if module == REAL else module
+    command = [sys.executable, "-m", module, "--port", "0", *flags, *(door.fake_flags if module == FAKE else ())]
     if script is not None:
         command += ["--script", json.dumps(script)]
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +164,7 @@ def running_server(
             watchdog.cancel()
             found = re.search(r"https?://[^ /]+", ready_line)
             assert found, f"no ready line but {ready_line!r}; log: {log_path.read_text()[-3000:]}"
-            yield Server(process, found[0], log_path, ready_line)
+            yield Server(process, found[0], log_path, ready_line, door)
         finally:
             watchdog.cancel()
             process.kill()
@@ -185,9 +211,9 @@ def request_bytes(method: str, path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-def generate_bytes(fields: dict[str, Any] | bytes, *headers: str) -> bytes:
+def generate_bytes(fields: dict[str, Any] | bytes, *headers: str, path: str = NATIVE.path) -> bytes:
     body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    return request_bytes("POST", "/generate", body, *headers)
+    return request_bytes("POST", path, body, *headers)
 
 
 class _Reader:
@@ -228,7 +254,7 @@ class _Reader:
         return bool(data)
 
 
-def read_response(connection: socket.socket) -> Response:
+def read_response(connection: socket.socket, door: Door = NATIVE) -> Response:
     """Reads one response; one whose connection ends too early is not complete."""
     reader = _Reader(connection)
     head = reader.until(b"\r\n\r\n")
@@ -245,7 +271,7 @@ def read_response(connection: socket.socket) -> Response:
         is_complete = body is not None
     else:
         body, is_complete = reader.rest(), True
-    return Response(int(status_line.split(" ")[1]), headers, body or b"", chunks, is_complete, reader.raw)
+    return Response(int(status_line.split(" ")[1]), headers, body or b"", chunks, is_complete, reader.raw, door)
 
 
 def _read_chunks(reader: _Reader, chunks: list[bytes]) -> bool:

@@ -77,7 +77,7 @@ def make_app(service: RequestService, protocol: ApiProtocol) -> web.Application:
 class _CommonRoutes:
     def __init__(self, service: RequestService, protocol: ApiProtocol) -> None:
         self._engine = service.engine
-        self._registry = make_registry(service.engine, service.model_name, service.refusals.counts)
+        self._registry = make_registry(service.engine, service.model_names[0], service.refusals.counts)
         self._document = protocol.document
         self._page = protocol.page
 

@@ -27,6 +27,8 @@ class Failure:
     """The field of the body that it is about, if it is about one."""
     headers: Mapping[str, str] = field(default_factory=dict)
     closes_connection: bool = False
+    code: str | None = None
+    """A word for what is wrong, for protocols whose clients go by one."""
 
 
 FailureShape = Callable[[Failure], dict[str, Any]]
@@ -42,7 +44,7 @@ class FailureError(Exception):
 
 
 class CutShortError(FailureError):
-    """The engine has ended the request before anything of its answer was sent."""
+    """The engine has ended the request before its answer was complete."""
 
 
 ENGINE_ERRORS = (FailureError, RequestError, RequestFailedError, EngineDeadError, OverloadedError)

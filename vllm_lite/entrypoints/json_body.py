@@ -27,6 +27,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
+def take_flag(fields: dict[str, Any], name: str, default: bool = False) -> bool:
+    """Removes a field that is true or false; null means the default. Raises RequestError."""
+    value = fields.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {kind_of(value)}.", name)
+    return default if value is None else value
+
+
 def kind_of(value: object) -> str:
     """JSON's name of a value's type: what a message may show of a value of any size."""
     if value is None or isinstance(value, bool):

@@ -48,7 +48,7 @@ async def serve(
     the port was taken after all.
     """
     engine, state = model.engine, ServerState()
-    app = make_app(RequestService(engine, model.model_name, state, engine_config, config))
+    app = make_app(RequestService(model, state, engine_config, config))
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves aborts its request

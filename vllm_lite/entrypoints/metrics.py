@@ -29,7 +29,7 @@ class EngineCollector(Collector):
     def __init__(self, engine: ServedEngine, model_name: str, refusals: Mapping[int, int]) -> None:
         self._engine = engine
         self._refusals = refusals
-        self._model_name = model_name.encode(errors="replace").decode()  # a folder's name may be any bytes
+        self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
         """One sample a metric, or one for each value of its label."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_lite.entrypoints.json_body import kind_of, parse_object
+from vllm_lite.entrypoints.json_body import kind_of, parse_object, take_flag
 from vllm_lite.errors import RequestError
 from vllm_lite.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ def parse_generate_request(body: bytes) -> GenerateRequest:
     prompt = _take_prompt(fields)
     is_stream = bool(fields.pop("stream", None))
     fields.pop("prefix_pos", None)  # clients of vLLM 0.3.0 to 0.3.3 send it
-    has_details, is_deltas = _take_flag(fields, "details"), _take_flag(fields, "stream_deltas")
+    has_details, is_deltas = take_flag(fields, "details"), take_flag(fields, "stream_deltas")
     params = SamplingParams.from_request(fields)
     if params.n * len(prompt) > MAX_ECHOED_CHARS and params.n > 1:
         raise RequestError(
@@ -42,13 +42,6 @@ def parse_generate_request(body: bytes) -> GenerateRequest:
     if is_deltas:
         _check_deltas(is_stream, params)
     return GenerateRequest(prompt, is_stream, has_details, is_deltas, params)
-
-
-def _take_flag(fields: dict[str, Any], name: str) -> bool:
-    value = fields.pop(name, None)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {kind_of(value)}.", name)
-    return bool(value)
 
 
 def _check_deltas(is_stream: bool, params: SamplingParams) -> None:

@@ -15,7 +15,7 @@ from types import TracebackType
 from aiohttp import web
 
 from vllm_lite.config import EngineConfig
-from vllm_lite.entrypoints.failures import CutShortError
+from vllm_lite.entrypoints.failures import CutShortError, FailureError
 from vllm_lite.errors import OverloadedError, RequestError
 from vllm_lite.outputs import FinishReason, RequestDelta, RequestTally
 
@@ -106,5 +106,6 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
             if not outcomes or "abort" in outcomes:
                 return "client left"
             return f"client left after the end: {', '.join(sorted(outcomes))}"
-        outcome = "refused" if isinstance(error, (RequestError, OverloadedError, web.HTTPException)) else "failed"
+        refusals = (RequestError, OverloadedError, FailureError, web.HTTPException)
+        outcome = "refused" if isinstance(error, refusals) else "failed"
         return f"{outcome}: {str(error)[:200]!r}"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
@@ -16,13 +17,14 @@ from vllm_lite.entrypoints.failures import CutShortError, Failure
 from vllm_lite.entrypoints.refusals import Refusals
 from vllm_lite.entrypoints.request_id import client_request_id, current_request_id, new_request_id
 from vllm_lite.entrypoints.request_log import RequestRecord
-from vllm_lite.entrypoints.served_engine import ServedEngine
+from vllm_lite.entrypoints.served_engine import ServedModel
 from vllm_lite.errors import EngineDeadError, OverloadedError, RequestError
 from vllm_lite.outputs import RequestDelta
 from vllm_lite.sampling_params import SamplingParams
 
 Deltas = AsyncIterator[RequestDelta]
 Asked = TypeVar("Asked")
+Made = TypeVar("Made")
 
 MIB = 2**20
 MAX_INLINE_BODY = 64 * 1024
@@ -52,14 +54,17 @@ class RequestService:
 
     def __init__(
         self,
-        engine: ServedEngine,
-        model_name: str,
+        model: ServedModel,
         state: ServerState,
         engine_config: EngineConfig,
         config: ServerConfig,
     ) -> None:
-        self.engine = engine
-        self.model_name = model_name
+        self.model = model
+        self.engine = model.engine
+        names = config.served_model_name or (model.model_name,)
+        # A folder's may be any bytes.
+        self.model_names = tuple(name.encode(errors="replace").decode() for name in names)
+        """What the model is called, by clients and in metrics: the first of them where one is to be told."""
         self.state = state
         self.engine_config = engine_config
         self.config = config
@@ -81,6 +86,10 @@ class RequestService:
                 if record.was_queued:
                     self.refusals.mark_queued(request)
 
+    async def compute(self, function: Callable[[], Made]) -> Made:
+        """What a function gives, on the thread that parses: for what would hold up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, function)
+
     async def read(self, request: web.Request, parse: Callable[[bytes], Asked]) -> Asked:
         """The body, parsed: on a thread where it is long. Raises what `parse` raises."""
         max_body = self.config.max_body_mib * MIB
@@ -97,7 +106,7 @@ class RequestService:
             raise RequestError(f"the body cannot be read: {error}") from error
         if len(body) <= MAX_INLINE_BODY:
             return parse(body)
-        return await asyncio.get_running_loop().run_in_executor(self._parser, parse, body)
+        return await self.compute(partial(parse, body))
 
     @asynccontextmanager
     async def deltas(

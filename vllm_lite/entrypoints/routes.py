@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from vllm_lite.entrypoints.answer import COMPACT, Answer
+from vllm_lite.entrypoints.answer import Answer
 from vllm_lite.entrypoints.app import ApiProtocol, make_app
 from vllm_lite.entrypoints.docs_page import docs_page
 from vllm_lite.entrypoints.failures import Failure
+from vllm_lite.entrypoints.json_style import COMPACT
 from vllm_lite.entrypoints.launch import ServerProgram
 from vllm_lite.entrypoints.native_docs import native_description
 from vllm_lite.entrypoints.openapi import STREAM_TYPE, openapi_document
@@ -28,7 +29,7 @@ def make_native_app(service: RequestService) -> web.Application:
     """The application of the native server."""
     document = openapi_document(service.engine_config, service.config)
     routes = [web.post("/generate", Api(service).generate)]
-    page = docs_page(native_description(document, service.model_name, service.config))
+    page = docs_page(native_description(document, service.model_names[0], service.config))
     return make_app(service, ApiProtocol(routes, native_failure, document, page))
 
 

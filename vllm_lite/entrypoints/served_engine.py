@@ -7,6 +7,7 @@ from typing import Protocol
 
 from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.engine.statistics import EngineStats
+from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.outputs import RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
@@ -73,6 +74,14 @@ class ServedModel(Protocol):
     @property
     def model_name(self) -> str:
         """The model's name as a user knows it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer together."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from aiohttp import HttpVersion11, web
 
+from vllm_lite.entrypoints.failures import CutShortError
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.stalled_readers import write_or_cut
 from vllm_lite.errors import EngineDeadError, RequestFailedError
@@ -61,7 +62,7 @@ class StreamWriter(AbstractAsyncContextManager["StreamWriter"]):
         if isinstance(error, ConnectionResetError):
             self._record.error = error
             return True
-        if isinstance(error, (RequestFailedError, EngineDeadError)) and self.response.prepared:
+        if isinstance(error, (RequestFailedError, EngineDeadError, CutShortError)) and self.response.prepared:
             self._record.error = error
             await self._fail(error)
             return True
