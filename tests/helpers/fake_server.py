@@ -2,7 +2,8 @@
 
 Run as a module with the real command line and, on top of it, `--openai` for the server of OpenAI's protocol and
 `--script` with JSON (`run` has the keys). A prompt may begin with words such as `!fail=3` (fail the request after 3
-tokens), `!die=3` (kill the engine), `!delay=0.1` (seconds a token).
+tokens), `!die=3` (kill the engine), `!delay=0.1` (seconds a token), `!tokenise=0.1` (seconds before it is queued),
+`!refuse` (then it is not).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class FakeEngine:
     _stats: FakeStats = field(default_factory=FakeStats)
     _admission_times_s: dict[str, float] = field(default_factory=dict)
     _aborted_ids: set[str] = field(default_factory=set)
+    _accepted_ids: set[str] = field(default_factory=set)
     _slots: asyncio.Semaphore = field(init=False)
     _must_end: asyncio.Event = field(init=False)
 
@@ -89,7 +91,7 @@ class FakeEngine:
         return EngineStats(**vars(self._stats))
 
     def prompt_token_ids(self, request_id: str) -> Sequence[int]:
-        return (1, 2, 3)
+        return (1, 2, 3) if request_id in self._accepted_ids else ()
 
     def admission_time_s(self, request_id: str) -> float | None:
         return self._admission_times_s.get(request_id)
@@ -110,6 +112,10 @@ class FakeEngine:
         prompt = prompt or ""
         if len(prompt) > MAX_PROMPT_CHARS:
             raise RequestError(f"prompt has {len(prompt)} tokens, the context holds {MAX_PROMPT_CHARS}.")
+        await asyncio.sleep(float(_options(prompt).get("tokenise", 0)))
+        if "refuse" in _options(prompt):
+            raise RequestError("prompt is refused.", "prompt")
+        self._accepted_ids.add(request_id)
         self._stats.num_waiting += 1
         is_running = False
         num_tokens = 0
@@ -126,7 +132,11 @@ class FakeEngine:
                     if delta.finished:
                         outcome = delta.outputs[0].finish_reason or outcome
                     yield delta
+        except (RequestFailedError, EngineDeadError):
+            outcome = "failed"
+            raise
         finally:
+            self._accepted_ids.discard(request_id)
             admission_time_s = self._admission_times_s.pop(request_id, None)
             on_end(RequestTally(outcome, 3 if num_tokens else 0, num_tokens, admission_time_s))
             if is_running:
@@ -138,7 +148,7 @@ class FakeEngine:
                 self._stats.num_aborted += 1
 
     async def _play(self, request_id: str, prompt: str, params: SamplingParams) -> AsyncGenerator[RequestDelta, None]:
-        options = dict(word[1:].split("=") for word in prompt.split() if word.startswith("!"))
+        options = _options(prompt)
         for k, piece in enumerate(itertools.islice(itertools.cycle(self.pieces), params.max_tokens)):
             await asyncio.sleep(float(options.get("delay", self.delay_s)))
             if k == int(options.get("fail", -1)):
@@ -153,6 +163,12 @@ class FakeEngine:
             yield _delta(request_id, params.n, piece, (k,), "length" if k + 1 == params.max_tokens else None)
 
 
+def _options(prompt: str) -> dict[str, str]:
+    """What the words of a prompt with an exclamation mark ask for."""
+    words = (word[1:].partition("=") for word in prompt.split() if word.startswith("!"))
+    return {name: value for name, _, value in words}
+
+
 @dataclass(frozen=True)
 class FakeModel:
     engine: ServedEngine
@@ -165,9 +181,11 @@ class FakeModel:
 def _apply_chat_template(
     conversation: list[dict[str, str]], *, chat_template: str, tokenize: bool, add_generation_prompt: bool, **_: Any
 ) -> str:
-    """A line for each message. Refuses those whose role is `refused`."""
+    """A line for each message. Refuses those whose role is `refused`; `!render=2` in one makes it take 2 seconds."""
     if any(message["role"] == "refused" for message in conversation):
         raise ValueError("the role is refused")
+    for message in conversation:
+        time.sleep(float(_options(message["content"]).get("render", 0)))
     lines = [f"{message['role']}: {message['content']}\n" for message in conversation]
     return "".join([*lines, "assistant:" if add_generation_prompt else ""])
 

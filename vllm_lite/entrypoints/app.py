@@ -106,7 +106,7 @@ def _refuse_when_stopping(service: RequestService) -> Middleware:
     @web.middleware
     async def refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
         if service.state.is_stopping:
-            raise FailureError(Failure(503, STOPPING, closes_connection=True))
+            raise FailureError(STOPPING)
         return await handler(request)
 
     return refuse

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from vllm_lite.entrypoints.served_engine import ServedModel
 from vllm_lite.errors import StartupError
 
 logger = logging.getLogger(__name__)
+
+THREADS_GRACE_S = 1.0
+"""How long the process waits for its threads at its end."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,23 @@ def _run(arguments: list[str], build: Callable[[EngineConfig], ServedModel], pro
         logger.info("%s loaded in %.1f s", model.model_name, time.monotonic() - started)
         announce = partial(_announce, program)
         exit_code = asyncio.run(serve(model, sock, tls, engine_config, config, program.make_app, announce))
-    if model.engine.step_time_s is not None:
+    if busy := _busy_threads():
+        logger.warning("the process ends while threads are at work: %s", ", ".join(busy))
         _exit_without_waiting(exit_code)
     return exit_code
 
 
+def _busy_threads() -> list[str]:
+    """The names of those that are left, whose requests have ended: a step, a tokenizer or a template may hang."""
+    end_s = time.monotonic() + THREADS_GRACE_S
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    for thread in others:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    return [thread.name for thread in others if thread.is_alive()]
+
+
 def _exit_without_waiting(exit_code: int) -> NoReturn:
-    """Python would wait for all threads, and that of a step that hangs never ends."""
+    """Python would wait for all threads, and one that hangs never ends."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(exit_code)

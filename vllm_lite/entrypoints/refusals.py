@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 CLIENT_LEFT = 499
 """nginx's number for a client that left before there was a status."""
-STATUSES = (400, 401, 403, 405, 408, 413, CLIENT_LEFT, 503, 504)
+STATUSES = (400, 401, 403, 404, 405, 408, 413, CLIENT_LEFT, 500, 503, 504)
 """Those that there are from the start, so that the first refusal is seen as a rise from 0."""
 
 

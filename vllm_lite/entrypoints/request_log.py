@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 class RequestRecord(AbstractContextManager["RequestRecord"]):
     """Follows one request and writes its line at the end, however that comes."""
 
-    def __init__(self, request_id: str, config: EngineConfig, client_id: str | None = None) -> None:
+    def __init__(
+        self, request_id: str, config: EngineConfig, client_id: str | None = None, time_limit_s: float | None = None
+    ) -> None:
         self.request_id = request_id
         """The engine's, which is in its messages; a client may know the request by another one."""
         self.request_ids: list[str] = []
@@ -43,6 +45,7 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self._finish_reasons: dict[str, dict[int, FinishReason | None]] = {}
         """Of each candidate of each of the engine's requests, None while it is being generated."""
         self._arrival_s = time.monotonic()
+        self._time_limit_s = time_limit_s
         self._first_token_s: float | None = None
 
     def add(self, delta: RequestDelta) -> None:
@@ -58,6 +61,13 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
     def end(self, tally: RequestTally) -> None:
         """Takes note of what the engine has counted, so that the log and `/metrics` agree."""
         self._tallies.append(tally)
+
+    @property
+    def time_left_s(self) -> float | None:
+        """How long it may still take; None where it may take any time."""
+        if self._time_limit_s is None:
+            return None
+        return max(0.0, self._arrival_s + self._time_limit_s - time.monotonic())
 
     @property
     def was_queued(self) -> bool:

@@ -13,12 +13,12 @@ from typing import TypeVar
 from aiohttp import web
 
 from vllm_lite.config import EngineConfig, ServerConfig
-from vllm_lite.entrypoints.failures import CutShortError, Failure
+from vllm_lite.entrypoints.failures import CutShortError, Failure, FailureError
 from vllm_lite.entrypoints.refusals import Refusals
 from vllm_lite.entrypoints.request_id import client_request_id, current_request_id, new_request_id
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.served_engine import ServedModel
-from vllm_lite.errors import EngineDeadError, OverloadedError, RequestError
+from vllm_lite.errors import OverloadedError, RequestError
 from vllm_lite.outputs import RequestDelta
 from vllm_lite.sampling_params import SamplingParams
 
@@ -29,7 +29,9 @@ Made = TypeVar("Made")
 MIB = 2**20
 MAX_INLINE_BODY = 64 * 1024
 """Bytes of a body that the event loop parses itself: a few milliseconds at most."""
-STOPPING = "the server is stopping; send the request to another one or wait for its restart."
+STOPPING = Failure(
+    503, "the server is stopping; send the request to another one or wait for its restart.", closes_connection=True
+)
 
 
 @dataclass
@@ -78,7 +80,8 @@ class RequestService:
         """Around everything that a request needs: its line in the log, and its limit of time."""
         client_id = client_request_id(request)
         request_id = new_request_id() if client_id else current_request_id()  # two clients may choose the same one
-        with RequestRecord(request_id, self.engine_config, client_id) as record, self._time_limit(record):
+        new_record = RequestRecord(request_id, self.engine_config, client_id, self.config.request_timeout_s)
+        with new_record as record, self._time_limit(record):
             self.check_queue()  # before memory is spent on the body, too
             try:
                 yield record
@@ -86,11 +89,19 @@ class RequestService:
                 if record.was_queued:
                     self.refusals.mark_queued(request)
 
-    async def compute(self, function: Callable[[], Made]) -> Made:
-        """What a function gives, on the thread that parses: for what would hold up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._parser, function)
+    async def compute(self, record: RequestRecord, function: Callable[[], Made]) -> Made:
+        """What a function gives, on the thread that parses: for what would hold up the event loop.
 
-    async def read(self, request: web.Request, parse: Callable[[bytes], Asked]) -> Asked:
+        Raises what the function raises, and CutShortError where that takes longer than the request may.
+        """
+        computing = asyncio.get_running_loop().run_in_executor(self._parser, function)
+        try:
+            return await asyncio.wait_for(computing, record.time_left_s)
+        except asyncio.TimeoutError as error:
+            record.is_late = True
+            raise self.cut_short(record) from error
+
+    async def read(self, request: web.Request, record: RequestRecord, parse: Callable[[bytes], Asked]) -> Asked:
         """The body, parsed: on a thread where it is long. Raises what `parse` raises."""
         max_body = self.config.max_body_mib * MIB
         if request.content_length is not None and request.content_length > max_body:
@@ -99,14 +110,14 @@ class RequestService:
         if encoding.lower() != "identity":
             raise RequestError(f"the body must be plain JSON, without Content-Encoding; got {encoding[:80]}.")
         try:
-            body = await asyncio.wait_for(request.read(), self.config.request_timeout_s)
+            body = await asyncio.wait_for(request.read(), record.time_left_s)
         except asyncio.TimeoutError as error:
             raise web.HTTPRequestTimeout from error
         except web.RequestPayloadError as error:
             raise RequestError(f"the body cannot be read: {error}") from error
         if len(body) <= MAX_INLINE_BODY:
             return parse(body)
-        return await self.compute(partial(parse, body))
+        return await self.compute(record, partial(parse, body))
 
     @asynccontextmanager
     async def deltas(
@@ -114,11 +125,10 @@ class RequestService:
     ) -> AsyncIterator[Deltas]:
         """The engine's deltas of one prompt; its request is aborted at the end, unless it is done.
 
-        `request_id` is the record's, or one of several made from it. Raises EngineDeadError, OverloadedError and
-        CutShortError.
+        `request_id` is the record's, or one of several made from it. Raises OverloadedError and FailureError.
         """
         if self.state.is_stopping:
-            raise EngineDeadError(STOPPING)
+            raise FailureError(STOPPING)
         self.check_queue()
         record.request_ids.append(request_id)
         if record.is_late:
@@ -154,7 +164,7 @@ class RequestService:
     def cut_short(self, record: RequestRecord) -> CutShortError:
         """Where the engine has ended a request whose status is still open. Clients repeat a 408 by themselves."""
         if not record.is_late:
-            return CutShortError(Failure(503, STOPPING))
+            return CutShortError(STOPPING)
         limit_s = self.config.request_timeout_s
         detail = f"the answer was not complete within {limit_s:g} s (--request-timeout-s)."
         return CutShortError(Failure(504, detail))

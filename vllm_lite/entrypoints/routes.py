@@ -57,7 +57,7 @@ class Api:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """`POST /generate`: one JSON answer, or a stream of messages."""
         with self._service.record(request) as record:
-            asked = await self._service.read(request, parse_generate_request)
+            asked = await self._service.read(request, record, parse_generate_request)
             record.prompt = asked.prompt
             prompt = Prompt(asked.prompt)
             async with self._service.deltas(record, record.request_id, prompt, asked.params) as deltas:

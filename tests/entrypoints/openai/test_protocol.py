@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +21,7 @@ from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.doors import OPENAI, events
 from tests.helpers.fake_server import PIECES
 from tests.helpers.json_schema import VALUES_OF_ALL_TYPES, allows, examples
-from tests.helpers.server import REAL, Response, Server, generate_bytes, request_bytes, running_server
+from tests.helpers.server import REAL, Response, Server, generate_bytes, read_response, request_bytes, running_server
 from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.config import API_KEY_VARIABLE, EngineConfig, ServerConfig
 from vllm_lite.entrypoints.docs_page import ORIGIN
@@ -130,6 +133,47 @@ def test_a_client_that_leaves_ends_all_its_prompts(server: Server, is_stream: bo
     assert server.metrics()["num_requests_aborted_total"] == before + 5
 
 
+def test_nothing_is_sent_before_all_prompts_are_known_to_be_valid(server: Server) -> None:
+    """The first one has tokens long before the second is refused."""
+    refused = server.post({"prompt": ["a", "!tokenise=0.3 !refuse"], "stream": True, "max_tokens": 3})
+    assert refused.status == 400 and "prompt[1]" in refused.failure()
+    stream = server.post({"prompt": ["a", "!tokenise=0.3 b"], "stream": True, "max_tokens": 3})
+    assert stream.status == 200 and stream.is_complete
+    wait_for_requests(server, 0)
+
+
+SLOW_CHAT = [{"role": "user", "content": "!render=9"}]
+
+
+def ask_slowly(server: Server) -> socket.socket:
+    connection = server.connect()
+    body = json.dumps({"messages": SLOW_CHAT}).encode()
+    connection.sendall(request_bytes("POST", "/v1/chat/completions", body))
+    return connection
+
+
+def test_a_slow_template_delays_no_other_and_is_ended_in_time() -> None:
+    with running_server("--request-timeout-s", "0.5", door=OPENAI) as server, ask_slowly(server) as slow:
+        start = time.monotonic()
+        while time.monotonic() < start + 0.3:
+            asked = time.monotonic()
+            assert server.get("/health").status == 200
+            assert time.monotonic() - asked < 0.3
+        response = read_response(slow, OPENAI)
+        assert response.status == 504 and "--request-timeout-s" in response.failure()
+        assert time.monotonic() - start < 2
+
+
+def test_a_slow_template_does_not_hold_the_exit() -> None:
+    with running_server("--shutdown-grace-s", "0.2", door=OPENAI) as server, ask_slowly(server):
+        assert server.get("/health").status == 200  # the chat came first
+        server.signal(signal.SIGTERM)
+        start = time.monotonic()
+        assert server.wait(20) == 0
+        assert time.monotonic() - start < 7
+        assert "while threads are at work: parse" in server.log
+
+
 def test_a_list_that_does_not_fit_the_queue_is_refused_whole() -> None:
     flags = ["--max-num-seqs", "1", "--max-waiting-requests", "3"]
     with running_server(*flags, door=OPENAI) as server, server.connect() as connection:
@@ -178,7 +222,9 @@ def is_accepted(kind: str, fields: dict[str, Any]) -> bool:
     try:
         asked: Asked
         if kind == "ChatCompletionRequest":
-            asked = parse_chat_request(json.dumps({"messages": HELLO, **fields}).encode(), TEMPLATE)
+            chat_request = parse_chat_request(json.dumps({"messages": HELLO, **fields}).encode())
+            chat_request.chat.rendered(TEMPLATE)
+            asked = chat_request
         else:
             asked = parse_completion_request(json.dumps({"prompt": "a", **fields}).encode(), 4)
         asked.params.check_limits(vocab_size=10**30, max_num_seqs=9, max_logprobs=8)

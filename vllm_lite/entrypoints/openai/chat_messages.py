@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from vllm_lite.entrypoints.json_body import kind_of
 from vllm_lite.errors import RequestError
 
 MAX_MESSAGES = 4096
 """A template may look at all messages for each of them: with this many that takes seconds, with many more hours."""
 MAX_ECHOED_CHARS = 100
 
-NO_TOOLS = "tools and function calls are not supported"
+NO_TOOLS = "tools are not supported"
 NOT_SUPPORTED = {
     "tool_calls": NO_TOOLS,
     "tool_call_id": NO_TOOLS,
@@ -30,7 +30,8 @@ def parse_messages(value: Any) -> list[dict[str, str]]:
     templates that want text. Raises RequestError that names the place, such as `messages[2].content`.
     """
     if not isinstance(value, list) or not value:
-        raise RequestError(f"messages must be a list of at least one message, got {_kind(value)}.")
+        got = "an empty list" if value == [] else kind_of(value)
+        raise RequestError(f"messages must be a list of at least one message, got {got}.")
     if len(value) > MAX_MESSAGES:
         raise RequestError(f"messages must be at most {MAX_MESSAGES}, got {len(value)}.")
     return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(value)]
@@ -38,7 +39,7 @@ def parse_messages(value: Any) -> list[dict[str, str]]:
 
 def _parse_message(message: Any, place: str) -> dict[str, str]:
     if not isinstance(message, dict):
-        raise RequestError(f"{place} must be an object with role and content, got {_kind(message)}.")
+        raise RequestError(f"{place} must be an object with role and content, got {kind_of(message)}.")
     for name, value in message.items():
         if name in NOT_SUPPORTED and value is not None and value != []:
             raise RequestError(f"{place}.{name} must be null or left out: {NOT_SUPPORTED[name]}.")
@@ -54,7 +55,7 @@ def _parse_text(fields: dict[str, Any], name: str, place: str) -> str:
     if name not in fields:
         raise RequestError(f"{place}.{name} is missing; it must be a string.")
     if not isinstance(fields[name], str):
-        raise RequestError(f"{place}.{name} must be a string, got {_kind(fields[name])}.")
+        raise RequestError(f"{place}.{name} must be a string, got {kind_of(fields[name])}.")
     text: str = fields[name]
     return text
 
@@ -63,14 +64,14 @@ def _parse_content(message: dict[str, Any], place: str) -> str:
     parts = message.get("content")
     if not isinstance(parts, list):
         if "content" in message and not isinstance(parts, str):
-            raise RequestError(f"{place}.content must be a string or a list of text parts, got {_kind(parts)}.")
+            raise RequestError(f"{place}.content must be a string or a list of text parts, got {kind_of(parts)}.")
         return _parse_text(message, "content", place)
     return "\n".join(_parse_part(part, f"{place}.content[{index}]") for index, part in enumerate(parts))
 
 
 def _parse_part(part: Any, place: str) -> str:
     if not isinstance(part, dict):
-        raise RequestError(f'{place} must be an object like {{"type": "text", "text": "Hello"}}, got {_kind(part)}.')
+        raise RequestError(f'{place} must be an object like {{"type": "text", "text": "Hello"}}, got {kind_of(part)}.')
     kind = _parse_text(part, "type", place)
     if kind != "text":
         raise RequestError(f"{place}.type must be 'text', got {_echo(kind)}: other parts are not supported.")
@@ -83,11 +84,3 @@ def _parse_part(part: Any, place: str) -> str:
 def _echo(text: str) -> str:
     """As much of a text of any length as a message may show."""
     return ascii(text[:MAX_ECHOED_CHARS])
-
-
-def _kind(value: object) -> str:
-    """JSON's name of a value's type."""
-    if value is None or isinstance(value, bool) or value == []:
-        return json.dumps(value)
-    kinds = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number"}
-    return kinds[type(value)]

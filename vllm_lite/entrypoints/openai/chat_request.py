@@ -1,9 +1,8 @@
-"""The body of `POST /v1/chat/completions`: bytes to a checked request, its prompt rendered. Knows no HTTP."""
+"""The body of `POST /v1/chat/completions`: bytes to a checked request and to a prompt. Knows no HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,11 @@ from vllm_lite.entrypoints.openai.asked import (
     take_model,
     take_stream,
 )
-from vllm_lite.entrypoints.openai.chat_messages import parse_messages
+from vllm_lite.entrypoints.openai.chat_messages import NO_TOOLS, parse_messages
 from vllm_lite.entrypoints.request_service import Prompt
 from vllm_lite.errors import RequestError
 from vllm_lite.sampling_params import SamplingParams
 
-NO_TOOLS = "tools are not supported"
 NO_AUDIO = "audio is not supported"
 REFUSED = {
     "tools": NO_TOOLS,
@@ -67,15 +65,42 @@ NO_TEMPLATE = "this model has no chat template: start the server with --chat-tem
 
 
 @dataclass(frozen=True)
+class Chat:
+    """What a template makes a prompt of."""
+
+    messages: Sequence[Mapping[str, str]]
+    adds_generation_prompt: bool
+    continues_final_message: bool
+    variables: Mapping[str, Any] | None
+
+    def rendered(self, template: ChatTemplate | None) -> Prompt:
+        """The prompt. That may take seconds. Raises RequestError, also for what the template refuses."""
+        if template is None:
+            raise RequestError(NO_TEMPLATE, "messages")
+        try:
+            text = template.render(
+                self.messages,
+                add_generation_prompt=self.adds_generation_prompt,
+                continue_final_message=self.continues_final_message,
+                template_kwargs=self.variables,
+            )
+        except RequestError as error:
+            raise RequestError(str(error), error.param or "messages") from error
+        return Prompt(text, add_special_tokens=False)
+
+
+@dataclass(frozen=True)
 class ChatRequest(Asked):
-    """What a client asked for: one prompt."""
+    """What a client asked for. Its one prompt has to be rendered first."""
+
+    chat: Chat
 
 
-def parse_chat_request(body: bytes, template: ChatTemplate | None) -> ChatRequest:
+def parse_chat_request(body: bytes) -> ChatRequest:
     """Raises RequestError that names the field where there is one."""
     fields = parse_object(body)
     model, stream = take_model(fields), take_stream(fields)
-    prompt = _take_prompt(fields, template)
+    chat = _take_chat(fields)
     refuse(fields, REFUSED, HARMLESS)
     drop_without_effect(fields)
     names = {"prompt": "messages"}
@@ -93,11 +118,10 @@ def parse_chat_request(body: bytes, template: ChatTemplate | None) -> ChatReques
         raise as_client_names(error, names) from error
     if stream is not None:
         check_stream(params)
-    return ChatRequest(model, (prompt,), params, stream, names)
+    return ChatRequest(model, (), params, stream, names, chat)
 
 
-def _take_prompt(fields: dict[str, Any], template: ChatTemplate | None) -> Prompt:
-    """Rendered, since a template may refuse the messages."""
+def _take_chat(fields: dict[str, Any]) -> Chat:
     if "messages" not in fields:
         raise RequestError(
             'messages is missing; it must be a list like [{"role": "user", "content": "Hello"}].', "messages"
@@ -112,26 +136,11 @@ def _take_prompt(fields: dict[str, Any], template: ChatTemplate | None) -> Promp
             "continue_final_message must come with add_generation_prompt false: the next message has not begun.",
             "continue_final_message",
         )
-    with _about_messages():
-        messages = parse_messages(fields.pop("messages"))
-        if template is None:
-            raise RequestError(NO_TEMPLATE)
-        text = template.render(
-            messages,
-            add_generation_prompt=adds_prompt,
-            continue_final_message=continues,
-            template_kwargs=variables,
-        )
-    return Prompt(text, add_special_tokens=False)
-
-
-@contextmanager
-def _about_messages() -> Iterator[None]:
-    """What is wrong is wrong with them."""
     try:
-        yield
+        messages = parse_messages(fields.pop("messages"))
     except RequestError as error:
-        raise RequestError(str(error), error.param or "messages") from error
+        raise RequestError(str(error), "messages") from error
+    return Chat(messages, adds_prompt, continues, variables)
 
 
 def _take_logprobs(fields: dict[str, Any]) -> int | None:
@@ -140,7 +149,7 @@ def _take_logprobs(fields: dict[str, Any]) -> int | None:
     if num_top is None:
         return 0 if is_wanted else None
     if not isinstance(num_top, int) or isinstance(num_top, bool) or num_top < 0:
-        raise RequestError("top_logprobs must be an integer of at least 0.", "top_logprobs")
+        raise RequestError(f"top_logprobs must be an integer of at least 0, got {num_top!r:.80}.", "top_logprobs")
     if not is_wanted and num_top:
         raise RequestError('top_logprobs must come with "logprobs": true.', "top_logprobs")
     return num_top if is_wanted else None

@@ -123,7 +123,7 @@ class ChunkedChoices:
     choice_format: ChoiceFormat
     num_outputs: int
     _logprobs: dict[int, Logprobs | None] = field(default_factory=dict)
-    """Of each choice that has begun and not ended."""
+    """Of each choice that has begun."""
 
     def add(self, step: Step, opening: Opening) -> list[bytes]:
         """The choices of the chunks that follow on a step, one for each chunk."""

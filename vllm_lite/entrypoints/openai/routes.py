@@ -61,7 +61,8 @@ class Api:
         """`POST /v1/completions`."""
         with self._service.record(request) as record:
             parse = partial(parse_completion_request, max_prompts=self._service.config.max_waiting_requests)
-            asked = await self._service.read(request, parse)
+            asked = await self._service.read(request, record, parse)
+            self._models.check(asked.model)
             style = _style(asked)
             choice_format = CompletionFormat(asked, self._texts, style)
             head = self._head(asked, f"cmpl-{record.request_id}", "text_completion")
@@ -70,8 +71,10 @@ class Api:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
         with self._service.record(request) as record:
-            parse = partial(parse_chat_request, template=self._service.model.chat_template)
-            asked = await self._service.read(request, parse)
+            asked = await self._service.read(request, record, parse_chat_request)
+            self._models.check(asked.model)
+            render = partial(asked.chat.rendered, self._service.model.chat_template)
+            asked = replace(asked, prompts=(await self._service.compute(record, render),))
             style = _style(asked)
             choice_format = ChatFormat(asked.params.logprobs, self._texts, style)
             kind = "chat.completion" if asked.stream is None else "chat.completion.chunk"
@@ -79,8 +82,6 @@ class Api:
             return await self._serve(request, Job(asked, record, choice_format, head, style))
 
     def _head(self, asked: Asked, answer_id: str, kind: str) -> dict[str, bytes]:
-        """Raises FailureError where another model is asked."""
-        self._models.check(asked.model)
         model = asked.model or self._service.model_names[0]
         fields = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
         return {key: _style(asked).value(value) for key, value in fields.items()}
@@ -112,7 +113,9 @@ class Api:
                 step = Step(prompt_index, ids, delta if job.has_output else _without_output(delta))
                 if opening is None:
                     begin = partial(job.choice_format.opening, step)
-                    opening = begin() if delta.prompt_logprobs is None else await self._service.compute(begin)
+                    opening = (
+                        begin() if delta.prompt_logprobs is None else await self._service.compute(job.record, begin)
+                    )
                 yield step, opening
         except RequestError as error:
             raise _located(error, job.asked, prompt_index) from error

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 
 from vllm_lite.engine.detokenizer import REPLACEMENT
+from vllm_lite.engine.llm_engine import UNDECODABLE
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
+from vllm_lite.errors import RequestFailedError
+
+logger = logging.getLogger(__name__)
 
 MAX_CACHED = 2**16
 
@@ -27,10 +32,14 @@ class TokenTexts:
         return None if REPLACEMENT in text else list(text.encode())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids in a row."""
-        return self._tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=False
-        )
+        """The text of ids in a row. Raises RequestFailedError for whatever the tokenizer's library raises."""
+        try:
+            return self._tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=False
+            )
+        except Exception as error:
+            logger.error("The tokenizer cannot decode %s.", list(token_ids), exc_info=error)
+            raise RequestFailedError(f"{UNDECODABLE}.") from error
 
     def _text(self, token_id: int) -> str:
         """A first token may lose its space, so it is what a second one adds."""
