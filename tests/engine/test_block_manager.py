@@ -244,22 +244,22 @@ def test_content_is_found_again_when_what_comes_before_it_was_computed_anew() ->
 
 
 def test_prefixes_are_equal_when_all_their_tokens_are() -> None:
-    def chain(*blocks: tuple[int, ...]) -> Prefix:
+    def chain(*blocks: bytes) -> Prefix:
         prefix = None
         for block in blocks:
             prefix = Prefix(prefix, block)
         assert prefix is not None
         return prefix
 
-    assert chain((1, 2), (3, 4)) == chain((1, 2), (3, 4))
-    assert chain((1, 2), (3, 4)) != chain((3, 4))
-    assert chain((1, 2), (3, 4)) != chain((1, 1), (3, 4))
-    assert chain((1, 2)) != (1, 2)
+    assert chain(b"12", b"34") == chain(b"12", b"34")
+    assert chain(b"12", b"34") != chain(b"34")
+    assert chain(b"12", b"34") != chain(b"11", b"34")
+    assert chain(b"12") != b"12"
 
 
 def test_colliding_prefixes_of_different_length_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_manager, "hash_block", lambda parent_hash, token_ids: 7)
-    assert Prefix(Prefix(None, (1,)), (1,)) != Prefix(None, (1,))
+    assert Prefix(Prefix(None, b"1"), b"1") != Prefix(None, b"1")
 
 
 def test_a_shared_block_is_copied_for_all_but_its_last_owner() -> None:

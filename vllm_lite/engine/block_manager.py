@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 TokenIds = Sequence[int]
 
 
-def hash_block(parent_hash: int, token_ids: tuple[int, ...]) -> int:
+def hash_block(parent_hash: int, token_ids: bytes) -> int:
     """The hash of a block's tokens, chained to that of the blocks before it."""
     return hash((parent_hash, token_ids))
 
@@ -26,10 +26,11 @@ class Prefix:
 
     __slots__ = ("_hash", "parent", "token_ids")
 
-    def __init__(self, parent: Prefix | None, token_ids: tuple[int, ...]) -> None:
+    def __init__(self, parent: Prefix | None, token_ids: bytes) -> None:
+        """`token_ids` are the block's, as the bytes of an array: a long prompt has many, and bytes are hashed fast."""
         self.parent = parent
         self.token_ids = token_ids
-        self._hash = hash_block(0 if parent is None else hash(parent), token_ids)
+        self._hash: int = hash_block(0 if parent is None else parent._hash, token_ids)
 
     def __hash__(self) -> int:
         return self._hash
@@ -215,7 +216,9 @@ class BlockManager:
             del self._block_of[prefix]
             self._prefix_of[block_id] = None
 
-    def _full_blocks(self, token_ids: TokenIds, start: int, end: int) -> Iterator[tuple[int, ...]]:
-        """The tokens of the blocks with the indices from `start` to before `end`."""
-        for index in range(start, end):
-            yield tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
+    def _full_blocks(self, token_ids: TokenIds, start: int, end: int) -> Iterator[bytes]:
+        """The tokens of the blocks with the indices from `start` to before `end`, as `Prefix` takes them."""
+        ids = array("i", token_ids[start * self.block_size : end * self.block_size])
+        data, num_bytes = ids.tobytes(), ids.itemsize * self.block_size
+        for index in range(0, len(data), num_bytes):
+            yield data[index : index + num_bytes]

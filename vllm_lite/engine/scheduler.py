@@ -55,8 +55,8 @@ class Scheduler:
         for request, sequence in longer:
             if request.status is RequestStatus.RUNNING:
                 budget -= self._schedule_chunk(request, sequence, budget, scheduled)
-        while budget > 0 and self._can_admit():
-            request = self._admit()
+        while budget > 0 and (found := self._find_prefixes_if_fits()) is not None:
+            request = self._admit(found)
             for sequence in request.unfinished_sequences:
                 budget -= self._schedule_chunk(request, sequence, budget, scheduled)
         if not scheduled:  # beams that were admitted again with all that they lack but their last tokens
@@ -142,34 +142,35 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def _can_admit(self) -> bool:
-        """Whether the request that waits longest fits now, all of its tokens.
+    def _find_prefixes_if_fits(self) -> list[list[int]] | None:
+        """What blocks exist already of each sequence of the request that waits longest, if it fits now.
 
+        None where it does not, with all of its tokens, or where none waits.
         Blocks are allocated chunk by chunk, but nothing is promised twice: where an earlier prompt is not through yet,
         the budget is used up. Each running sequence keeps a free block to grow into, or newcomers would be preempted
         as soon as they are computed: under overload that wasted 30 % of all work in `scripts/kv_report`.
         """
         if not self.waiting:
-            return False
+            return None
         request = self.waiting[0]
         sequences = request.unfinished_sequences
         num_running = sum(other.num_slots for other in self.running)
         if num_running + request.num_slots > self._settings.max_num_seqs:
-            return False
-        group = [(sequence.num_tokens, self._find_prefix(request, sequence)) for sequence in sequences]
+            return None
+        found = [self._find_prefix(request, sequence) for sequence in sequences]
+        group = [(sequence.num_tokens, block_ids) for sequence, block_ids in zip(sequences, found)]
         num_later = request.num_slots - len(sequences)  # each gets a copy of the last block of the prompt
-        return self._block_manager.can_admit(group, num_reserved=num_running + num_later)
+        return found if self._block_manager.can_admit(group, num_reserved=num_running + num_later) else None
 
-    def _admit(self) -> Request:
-        """Moves the request that waits longest to the running ones, with what blocks of its prompt exist already."""
+    def _admit(self, found: list[list[int]]) -> Request:
+        """Moves the request that waits longest to the running ones, with the blocks that exist already."""
         request = self.waiting.popleft()
         request.status = RequestStatus.RUNNING
         if request.admission_time_s is None:
             request.admission_time_s = time.monotonic()
             self.queue_times.observe(request.admission_time_s - request.queued_time_s)
         self.running.append(request)
-        for sequence in request.unfinished_sequences:
-            block_ids = self._find_prefix(request, sequence)
+        for sequence, block_ids in zip(request.unfinished_sequences, found):
             self._block_manager.share_prefix(sequence.blocks, block_ids)
             sequence.num_computed_tokens = len(block_ids) * self._settings.block_size
             self.num_prefix_queried_tokens += sequence.num_tokens
