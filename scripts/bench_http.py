@@ -1,9 +1,10 @@
 """What HTTP costs: a server on a tiny model, whose steps cost little, beside `LLM.generate` on the same prompts.
 
 Clients, server and engine share the cores. Contenders run in turn, round by round: `offline`, `http` for whole answers,
-`http-stream` for a message a token, and both beside `--idle` connections that are kept alive and ask nothing. Printed
-are tokens per second and ratios taken within a round, medians with the least and the greatest, and what an idle server
-uses with and without those connections.
+`http-stream` for a message a token, and both beside `--idle` connections that are kept alive and ask nothing. Each is
+asked `--waves` times in a round, so that the round lasts long enough to be measured. Printed are tokens per second and
+ratios taken within a round, medians with the least and the greatest, and what an idle server uses with and without
+those connections.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from scripts.bench import server
@@ -38,10 +40,28 @@ COMPARED = (
 )
 
 
+class Waves:
+    """A contender that is asked several times in a run, each time by as many clients."""
+
+    def __init__(self, contender: Contender, num_clients: int) -> None:
+        self.name = contender.name
+        self._contender, self._num_clients = contender, num_clients
+
+    def run(self, workload: Workload, prompts: Sequence[Prompt]) -> Run:
+        """As `Contender`; the seconds are those of the waves, without what is between them."""
+        starts = range(0, len(prompts), self._num_clients)
+        runs = [self._contender.run(workload, prompts[start : start + self._num_clients]) for start in starts]
+        return Run(
+            seconds=sum(run.seconds for run in runs),
+            num_tokens=sum(run.num_tokens for run in runs),
+            token_times=[times for run in runs for times in run.token_times],
+        )
+
+
 class BesideIdle:
     """A contender that runs while connections are open over which nothing is asked."""
 
-    def __init__(self, contender: OverHttp, address: Address, num_idle: int) -> None:
+    def __init__(self, contender: Contender, address: Address, num_idle: int) -> None:
         self.name = f"{contender.name} beside idle"
         self._contender, self._address, self._num_idle = contender, address, num_idle
 
@@ -66,21 +86,23 @@ def idle_connections(address: Address, count: int) -> Iterator[None]:
 
 def measure(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Figures of the contenders, and cores that an idle server uses."""
-    workload = Workload("tiny", arguments.clients, arguments.prompt_len, arguments.output_len)
-    options = engine_options([workload], model=model, dtype="float32", threads=arguments.threads)
+    wave = Workload("tiny", arguments.clients, arguments.prompt_len, arguments.output_len)
+    workload = replace(wave, num_prompts=arguments.clients * arguments.waves)
+    options = engine_options([wave], model=model, dtype="float32", threads=arguments.threads)
     maker = PromptMaker(open_tokenizer(model))
     prompts = [maker.make(workload) for _ in range(arguments.pairs)]
     with contextlib.ExitStack() as stack:
-        offline = stack.enter_context(contextlib.closing(InProcess("offline", LlmRunner, options)))
+        in_process = stack.enter_context(contextlib.closing(InProcess("offline", LlmRunner, options)))
         started = stack.enter_context(server.running(options))
         address = started.address
         asked = [
-            OverHttp(name, address, NativeProtocol(), is_stream=name != "http") for name in ("http", "http-stream")
+            Waves(OverHttp(name, address, NativeProtocol(), is_stream=name != "http"), arguments.clients)
+            for name in ("http", "http-stream")
         ]
         beside = [BesideIdle(contender, address, arguments.idle) for contender in asked]
-        contenders: list[Contender] = [offline, *asked, *beside]
+        contenders: list[Contender] = [Waves(in_process, arguments.clients), *asked, *beside]
         for contender in contenders:  # to warm up
-            contender.run(workload, prompts[0])
+            contender.run(wave, prompts[0][: arguments.clients])
         results = Rounds(chosen_limits(arguments), compared=COMPARED).measure(workload, contenders, prompts)
         results["idle_cores"] = {"0": server.idle_cores(started.process_id, arguments.idle_seconds)}
         with idle_connections(address, arguments.idle):
@@ -99,6 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--clients", type=positive, default=64, help="at once (default: %(default)s)")
     parser.add_argument("--prompt-len", type=positive, default=16)
     parser.add_argument("--output-len", type=positive, default=64)
+    parser.add_argument("--waves", type=positive, default=8, help="of requests in a round (default: %(default)s)")
     parser.add_argument("--threads", type=positive, default=len(physical_cores()), help="of the CPU kernels")
     parser.add_argument("--idle", type=positive, default=256, help="connections (default: %(default)s)")
     parser.add_argument("--idle-seconds", type=seconds, default=10.0, help="for how long an idle server is watched")
@@ -114,10 +137,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
     arguments = make_parser().parse_args(words)
     if arguments.quick:
-        arguments.pairs, arguments.idle_seconds = 1, 0.5
+        arguments.pairs, arguments.waves, arguments.idle_seconds = 1, 1, 0.5
     max_len = max(128, arguments.prompt_len + arguments.output_len)
     results = {"machine": machine(), **measure(arguments, str(cached_checkpoint(max_position_embeddings=max_len)))}
-    print(f"{arguments.clients} x ({arguments.prompt_len} in + {arguments.output_len} out), median (least to greatest)")
+    print(
+        f"{arguments.waves} x {arguments.clients} x ({arguments.prompt_len} in + {arguments.output_len} out), median (least to greatest)"
+    )
     print(summary(results))
     for count, cores in results["idle_cores"].items():
         print(f"an idle server with {count} idle connections used {cores:.2%} of a core")
