@@ -1,10 +1,10 @@
 """What HTTP costs: a server on a tiny model, whose steps cost little, beside `LLM.generate` on the same prompts.
 
-Clients, server and engine share the cores. Contenders run in turn, round by round: `offline`, `http` for whole answers,
-`http-stream` for a message a token, and both beside `--idle` connections that are kept alive and ask nothing. Each is
-asked `--waves` times in a round, so that the round lasts long enough to be measured. Printed are tokens per second and
-ratios taken within a round, medians with the least and the greatest, and what an idle server uses with and without
-those connections.
+Clients, server and engine share the cores; a second thread of the kernels would bring so small a model nothing and take
+a core from the others. Contenders run in turn, round by round: `offline`, `http` for whole answers, `http-stream` for a
+message a token, and both beside `--idle` connections that are kept alive and ask nothing. Each is asked `--waves` times
+in a round, so that the round lasts long enough to be measured. Printed are tokens per second and ratios taken within a
+round, medians with the least and the greatest, and what an idle server uses with and without those connections.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from scripts.bench.protocols import NativeProtocol
 from scripts.bench.rounds import Rounds, summary
 from scripts.bench.workloads import Prompt, Workload, engine_options
 from vllm_lite.config import program_name
-from vllm_lite.kernels.topology import physical_cores
 
 COMPARED = (
     ("http", "offline"),
@@ -122,7 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-len", type=positive, default=16)
     parser.add_argument("--output-len", type=positive, default=64)
     parser.add_argument("--waves", type=positive, default=8, help="of requests in a round (default: %(default)s)")
-    parser.add_argument("--threads", type=positive, default=len(physical_cores()), help="of the CPU kernels")
+    parser.add_argument("--threads", type=positive, default=1, help="of the CPU kernels (default: %(default)s)")
     parser.add_argument("--idle", type=positive, default=256, help="connections (default: %(default)s)")
     parser.add_argument("--idle-seconds", type=seconds, default=10.0, help="for how long an idle server is watched")
     parser.add_argument("--pairs", type=positive, default=5, help="rounds that count")
@@ -140,9 +139,8 @@ def main(words: Sequence[str] | None = None) -> int:
         arguments.pairs, arguments.waves, arguments.idle_seconds = 1, 1, 0.5
     max_len = max(128, arguments.prompt_len + arguments.output_len)
     results = {"machine": machine(), **measure(arguments, str(cached_checkpoint(max_position_embeddings=max_len)))}
-    print(
-        f"{arguments.waves} x {arguments.clients} x ({arguments.prompt_len} in + {arguments.output_len} out), median (least to greatest)"
-    )
+    size = f"{arguments.waves} x {arguments.clients} x ({arguments.prompt_len} in + {arguments.output_len} out)"
+    print(f"{size}, median (least to greatest)")
     print(summary(results))
     for count, cores in results["idle_cores"].items():
         print(f"an idle server with {count} idle connections used {cores:.2%} of a core")
