@@ -30,7 +30,7 @@ class InstantExecutor:
 def build(config: EngineConfig) -> BuiltEngine:
     parts = build_parts(config)
     engine = AsyncLLMEngine(LLMEngine(parts.settings, parts.tokenizer), InstantExecutor())
-    return BuiltEngine(engine, "instant", parts.chat_template)
+    return BuiltEngine(engine, "instant", parts.tokenizer, parts.settings.max_model_len, parts.chat_template)
 
 
 if __name__ == "__main__":
