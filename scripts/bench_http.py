@@ -1,7 +1,9 @@
 """What HTTP costs: a server on a tiny model, whose steps cost little, beside `LLM.generate` on the same prompts.
 
-Clients, server and engine share the cores; a second thread of the kernels would bring so small a model nothing and take
-a core from the others. Contenders run in turn, round by round: `offline`, `http` for whole answers, `http-stream` for a
+Clients, server and engine share the cores, and every thread of the kernels (`--threads`) takes from the others: runs
+with different numbers of them cannot be compared.
+
+Contenders run in turn, round by round: `offline`, `http` for whole answers, `http-stream` for a
 message a token, and both beside `--idle` connections that are kept alive and ask nothing. Each is asked `--waves` times
 in a round, so that the round lasts long enough to be measured. Printed are tokens per second and ratios taken within a
 round, medians with the least and the greatest, and what an idle server uses with and without those connections.
