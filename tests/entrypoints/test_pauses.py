@@ -1,7 +1,8 @@
 """However long a prompt is, no stream that runs and no `/health` waits for it, beyond the model's steps.
 
-The model's steps cost nothing here, so that every pause is the server's own. A pause counts if it comes in each of
-three rounds: other processes on the same cores make pauses, too, and those are not the server's.
+The model's steps cost nothing here, so that every pause is the server's own. Other processes on the same cores make
+pauses, too: the time in which threads of the server could run and got no core is taken off, and a pause counts if it
+comes in each of three rounds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -63,17 +66,25 @@ class Watch:
             connection.sendall(generate_bytes(fields))
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
             self._is_running.set()
-            last_s = time.monotonic()
+            last_s = self._own_time_s()
             while not self._is_over.is_set():
                 assert connection.recv(65536), "the stream goes on"
-                now_s = time.monotonic()
+                now_s = self._own_time_s()
                 self.longest_gap_s, last_s = max(self.longest_gap_s, now_s - last_s), now_s
 
     def _ask_health(self) -> None:
         while not self._is_over.wait(HEALTH_INTERVAL_S):
-            start_s = time.monotonic()
+            start_s = self._own_time_s()
             assert self._server.get("/health").status == 200
-            self.longest_health_s = max(self.longest_health_s, time.monotonic() - start_s)
+            self.longest_health_s = max(self.longest_health_s, self._own_time_s() - start_s)
+
+    def _own_time_s(self) -> float:
+        """A clock that stands while a thread of the server waits for a core."""
+        waited_ns = 0
+        for thread in Path(f"/proc/{self._server.process.pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                waited_ns += int((thread / "schedstat").read_text().split()[1])
+        return time.monotonic() - waited_ns / 1e9
 
 
 def long_prompt(number: int) -> str:
