@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.engine_fakes import EOS, SETTINGS, STOP, VOCAB_SIZE
 from vllm_lite.engine.generation_rules import GenerationRules, candidate_seed, make_rules
+from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.errors import RequestError
 from vllm_lite.sampling_params import SamplingParams
@@ -159,3 +160,25 @@ def test_candidates_have_seeds_of_their_own() -> None:
     assert candidate_seed(42, 0) == 42 and candidate_seed(-1, 0) == 2**64 - 1
     seeds = {candidate_seed(seed, index) for seed in (0, 1, 42, -1) for index in range(100)}
     assert len(seeds) == 400 and all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_prompts_with_the_same_parameters_share_what_their_lists_cost() -> None:
+    tokenised: list[str] = []
+
+    class Tokenizer(WordTokenizer):
+        def encode_plain(self, text: str) -> list[int]:
+            tokenised.append(text)
+            return super().encode_plain(text)
+
+    engine = LLMEngine(SETTINGS, Tokenizer())
+    params = SamplingParams(bad_words=["bad", "xyz"], allowed_token_ids=[40, 41, 42], max_tokens=5)
+    prepared = [engine.prepare(str(length), None, [42] * length, params) for length in (3, 4, 2)]
+    first, *others = (request.sequences[0].rules for request in prepared)
+    assert sorted(tokenised) == [" bad", " xyz", "bad", "xyz"]
+    assert all(rule.bad_words is first.bad_words and rule.allowed_ids is first.allowed_ids for rule in others)
+    assert [rule.max_sequence_len for rule in (first, *others)] == [8, 9, 7]
+
+    engine.prepare("other", None, [42], SamplingParams(bad_words=["huge"]))
+    again = engine.prepare("again", None, [42], params).sequences[0].rules
+    assert again.bad_words.completed_by([42], 1) == first.bad_words.completed_by([42], 1)
+    assert len(tokenised) == 4 + 2 + 4

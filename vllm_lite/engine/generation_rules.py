@@ -6,9 +6,10 @@ This happens once, when the request comes in: what can never work is refused her
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_lite.engine.bad_words import BadWords
 from vllm_lite.engine.beam_search import num_continuations_of_beam
 from vllm_lite.engine.settings import EngineSettings
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
@@ -34,7 +35,7 @@ class GenerationRules:
     """Never picked: the bad words of a single token."""
     banned_until_min_tokens_ids: array[int]
     """`banned_ids`, and everything that would end the sequence too early."""
-    bad_words_by_second_last: Mapping[int, Sequence[tuple[int, ...]]]
+    bad_words: BadWords
     """Those of two tokens or more: their last id is banned after the others."""
     eos_ids: frozenset[int]
     """End the sequence: empty where the request ignores them."""
@@ -52,15 +53,8 @@ class GenerationRules:
     def currently_banned_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> array[int]:
         """The ids that may not follow `token_ids`, of which the last `num_output_tokens` are output."""
         banned = self.banned_until_min_tokens_ids if num_output_tokens < self.min_tokens else self.banned_ids
-        words = self.bad_words_by_second_last.get(token_ids[-1])
-        if not words:
-            return banned
-        completed = array("i", banned)
-        for word in words:
-            num_before = len(word) - 1
-            if num_before <= num_output_tokens and tuple(token_ids[-num_before:]) == word[:-1]:
-                completed.append(word[-1])
-        return completed
+        completing = self.bad_words.completed_by(token_ids, num_output_tokens)
+        return banned + array("i", completing) if completing else banned
 
 
 def check_unicode(name: str, text: str) -> None:
@@ -79,16 +73,9 @@ def make_rules(
     """Raises RequestError where no token could ever be picked, or a bad word is nothing."""
     bad_words = _bad_word_ids(params, settings.vocab_size, tokenizer)
     banned = {word[0] for word in bad_words if len(word) == 1}
-    by_second_last: dict[int, list[tuple[int, ...]]] = {}
-    for word in bad_words:
-        if len(word) > 1:
-            by_second_last.setdefault(word[-2], []).append(word)
     ends = {token_id for token_id in settings.eos_token_ids if 0 <= token_id < settings.vocab_size} | params.stop_ids
     banned_early = banned | ends if params.min_tokens > 0 else banned
     _check_something_is_left(params, banned_early, settings.vocab_size)
-    max_sequence_len = settings.max_sequence_len(params.num_candidates)
-    if params.max_tokens is not None:
-        max_sequence_len = min(max_sequence_len, num_prompt_tokens + params.max_tokens)
     bias = params.logit_bias or {}
     eos_ids = frozenset() if params.ignore_eos else settings.eos_token_ids
     return GenerationRules(
@@ -100,17 +87,23 @@ def make_rules(
         allowed_ids=None if params.allowed_token_ids is None else array("i", sorted(set(params.allowed_token_ids))),
         banned_ids=array("i", sorted(banned)),
         banned_until_min_tokens_ids=array("i", sorted(banned_early)),
-        bad_words_by_second_last=by_second_last,
+        bad_words=BadWords(word for word in bad_words if len(word) > 1),
         eos_ids=eos_ids,
         stop_ids=params.stop_ids,
         min_tokens=params.min_tokens,
-        max_sequence_len=max_sequence_len,
+        max_sequence_len=max_sequence_len(params, num_prompt_tokens, settings),
         num_logprobs=_num_logprobs(params),
         shows_logprobs=params.logprobs is not None,
         num_continuations=num_continuations_of_beam(params.num_candidates, len(eos_ids | params.stop_ids))
         if params.use_beam_search
         else 0,
     )
+
+
+def max_sequence_len(params: SamplingParams, num_prompt_tokens: int, settings: EngineSettings) -> int:
+    """Prompt and output together, in tokens: what alone of the rules depends on the prompt."""
+    most = settings.max_sequence_len(params.num_candidates)
+    return most if params.max_tokens is None else min(most, num_prompt_tokens + params.max_tokens)
 
 
 def candidate_seed(seed: int, index: int) -> int:

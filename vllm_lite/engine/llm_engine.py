@@ -18,7 +18,13 @@ from vllm_lite.engine.beam_search import BeamRules
 from vllm_lite.engine.beams import Beams
 from vllm_lite.engine.block_manager import BlockManager
 from vllm_lite.engine.detokenizer import Detokenizer, UndecodableError
-from vllm_lite.engine.generation_rules import candidate_seed, check_unicode, make_rules
+from vllm_lite.engine.generation_rules import (
+    GenerationRules,
+    candidate_seed,
+    check_unicode,
+    make_rules,
+    max_sequence_len,
+)
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Request, RequestStatus
 from vllm_lite.engine.sequence import Sequence as GeneratedSequence
@@ -64,6 +70,8 @@ class LLMEngine:
         self._failures: dict[str, RequestFailedError] = {}
         self._counts = RequestCounts()
         self._clock = StepClock()
+        self._last_rules: tuple[SamplingParams, GenerationRules] | None = None
+        """Of the last request that was prepared."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -88,22 +96,15 @@ class LLMEngine:
         add_special_tokens: bool = True,
     ) -> Request:
         """Checks a request without queueing it; without `prompt_token_ids` the prompt is tokenised. Any thread may."""
-        settings = self._settings
-        params.check_limits(
-            vocab_size=settings.vocab_size, max_num_seqs=settings.max_num_seqs, max_logprobs=settings.max_logprobs
-        )
-        if params.use_beam_search and params.num_candidates > settings.max_num_batched_tokens:
-            raise RequestError(
-                f"best_of must be at most {settings.max_num_batched_tokens} (--max-num-batched-tokens) in beam search, "
-                f"got {params.num_candidates}.",
-                "best_of",
-            )
+        rules = self._known_rules(params)
+        if rules is None:
+            self._check_params(params)
         if prompt_token_ids is None:
             prompt_token_ids = self._tokenise(prompt or "", params, add_special_tokens=add_special_tokens)
         if params.truncate_prompt_tokens is not None:
             prompt_token_ids = prompt_token_ids[-params.truncate_prompt_tokens :]
         self._check_prompt(prompt_token_ids, params)
-        rules = make_rules(params, len(prompt_token_ids), settings, self._tokenizer)
+        rules = self._rules(params, rules, len(prompt_token_ids))
         first = GeneratedSequence(0, prompt_token_ids, rules, Detokenizer(self._tokenizer, params, prompt_token_ids))
         others = [] if params.use_beam_search else [first.fork(index) for index in range(1, params.num_candidates)]
         for other in others:  # until it starts: a queue may be long
@@ -221,6 +222,33 @@ class LLMEngine:
             end_to_end_times=counts.end_to_end_times.counts(),
             step_times=self._clock.times(),
         )
+
+    def _known_rules(self, params: SamplingParams) -> GenerationRules | None:
+        """Of several prompts with the same parameters the first has paid for the rules, and all share its lists.
+
+        Otherwise a thousand bad words would be tokenised, and their ids kept, for each of a thousand prompts.
+        """
+        last = self._last_rules
+        return last[1] if last is not None and last[0] is params else None
+
+    def _rules(self, params: SamplingParams, known: GenerationRules | None, num_prompt_tokens: int) -> GenerationRules:
+        if known is not None:
+            return replace(known, max_sequence_len=max_sequence_len(params, num_prompt_tokens, self._settings))
+        rules = make_rules(params, num_prompt_tokens, self._settings, self._tokenizer)
+        self._last_rules = params, rules
+        return rules
+
+    def _check_params(self, params: SamplingParams) -> None:
+        settings = self._settings
+        params.check_limits(
+            vocab_size=settings.vocab_size, max_num_seqs=settings.max_num_seqs, max_logprobs=settings.max_logprobs
+        )
+        if params.use_beam_search and params.num_candidates > settings.max_num_batched_tokens:
+            raise RequestError(
+                f"best_of must be at most {settings.max_num_batched_tokens} (--max-num-batched-tokens) in beam search, "
+                f"got {params.num_candidates}.",
+                "best_of",
+            )
 
     def _tokenise(self, prompt: str, params: SamplingParams, *, add_special_tokens: bool) -> list[int]:
         """Refuses a prompt that is surely too long before the time and memory to tokenise it are spent.

@@ -9,6 +9,9 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
+GROUP = 64
+"""How many are started or ended before others on the event loop have their turn: thousands would take a second."""
+
 
 async def merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
     """What they give, in the order in which it comes, until all have ended. The first error of any of them ends all."""
@@ -18,9 +21,13 @@ async def merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerato
                 yield item
         return
     queue: asyncio.Queue[tuple[int, list[Item]]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_read(source, index, queue)) for index, source in enumerate(sources)]
-    num_open = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+    num_open = len(sources)
     try:
+        for index, source in enumerate(sources):
+            tasks.append(asyncio.create_task(_read(source, index, queue)))
+            if len(tasks) % GROUP == 0:
+                await asyncio.sleep(0)
         while num_open:
             index, items = await queue.get()
             if items:
@@ -29,9 +36,11 @@ async def merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerato
                 num_open -= 1
                 await tasks[index]  # raises what its source has raised
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for begin in range(0, len(tasks), GROUP):
+            group = tasks[begin : begin + GROUP]
+            for task in group:
+                task.cancel()
+            await asyncio.gather(*group, return_exceptions=True)
 
 
 async def _read(source: AsyncGenerator[Item, None], index: int, queue: asyncio.Queue[tuple[int, list[Item]]]) -> None:

@@ -103,6 +103,8 @@ class Api:
 
     async def _steps(self, job: Job, prompt_index: int, deltas: Deltas) -> AsyncGenerator[tuple[Step, Opening], None]:
         """What comes of one prompt, and what its choices begin with. Raises CutShortError where the engine ended it."""
+        if job.record.is_late:  # the time ended before this prompt had its turn
+            raise self._service.cut_short(job.record)
         opening: Opening | None = None
         try:
             async for delta in deltas:
