@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.soak_requests import Asked
+from scripts.soak_requests import PoolRequest
 
 Counts = Mapping[str, float]
 """Samples of `/metrics` by their names without the prefix."""
@@ -136,7 +136,7 @@ def wrong_counts_under_load(before: Counts | None, seen: Counts, num_answered: i
     return wrong
 
 
-def wrong_line(asked: Asked, solo: Solo | None, line: Line) -> str | None:
+def wrong_line(asked: PoolRequest, solo: Solo | None, line: Line) -> str | None:
     """Of a request that was answered to its end: the log must say what the idle server did."""
     if line.outcome not in ENDS:
         return f"was answered to its end, but its line in the log says {line.words!r}"
@@ -149,7 +149,7 @@ def wrong_line(asked: Asked, solo: Solo | None, line: Line) -> str | None:
     return None
 
 
-def wrong_line_of_unfinished(asked: Asked, solo: Solo | None, line: Line, body: bytes) -> str | None:
+def wrong_line_of_unfinished(asked: PoolRequest, solo: Solo | None, line: Line, body: bytes) -> str | None:
     """Of a request that its client left, or that the server ended: no more than alone, no less than what came."""
     if line.outcome in ENDS:  # the client left before it noticed
         return wrong_line(asked, solo, line)
@@ -166,7 +166,7 @@ def wrong_line_of_unfinished(asked: Asked, solo: Solo | None, line: Line, body: 
     return None
 
 
-def wrong_answer(asked: Asked, solo: Solo | None, body: bytes) -> str | None:
+def wrong_answer(asked: PoolRequest, solo: Solo | None, body: bytes) -> str | None:
     """Of an answer that came to its end; without `solo` its form alone is looked at."""
     if solo is None:
         return _wrong_form(asked, body)
@@ -186,7 +186,7 @@ def wrong_answer(asked: Asked, solo: Solo | None, body: bytes) -> str | None:
     return _difference(body, solo.body)
 
 
-def wrong_beginning(asked: Asked, solo: Solo | None, body: bytes, *, is_ended_early: bool = False) -> str | None:
+def wrong_beginning(asked: PoolRequest, solo: Solo | None, body: bytes, *, is_ended_early: bool = False) -> str | None:
     """Of what came of a whole answer or stream that its client left, or that the server ended before it was done.
 
     The server ends a stream early with the text that was held back, which alone would have come with later tokens.
@@ -239,7 +239,7 @@ def _messages(stream: bytes) -> list[dict[str, Any]]:
     return [json.loads(message) for message in stream.split(DELIMITER)[:-1]]
 
 
-def _wrong_texts(asked: Asked, messages: Sequence[dict[str, Any]], last: dict[str, Any]) -> str | None:
+def _wrong_texts(asked: PoolRequest, messages: Sequence[dict[str, Any]], last: dict[str, Any]) -> str | None:
     """Every text of a cumulative message must be the beginning of one of the last message's."""
     if not asked.shows_all_candidates:
         return None
@@ -269,7 +269,7 @@ def _without_prompt_details(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if "prompt" not in name}
 
 
-def _wrong_form(asked: Asked, body: bytes) -> str | None:
+def _wrong_form(asked: PoolRequest, body: bytes) -> str | None:
     try:
         messages = _messages(body) if asked.is_stream else [json.loads(body)]
         texts = messages[-1]["text"]

@@ -20,7 +20,7 @@ from scripts import soak, soak_checks, soak_run
 from scripts.soak_checks import Line, Solo, parse_line
 from scripts.soak_client import Body, Client, Result
 from scripts.soak_judge import Circumstances, judge, wrong_lines
-from scripts.soak_requests import WAYS, Asked, Visit, make_pool, make_visit
+from scripts.soak_requests import WAYS, PoolRequest, Visit, make_pool, make_visit
 from scripts.soak_server import is_port_free, resources, session_members
 from vllm_lite.entrypoints.request_body import parse_generate_request
 
@@ -66,10 +66,10 @@ def stream(*texts: list[str], **more: Any) -> bytes:
     return b"".join(json.dumps({"text": text, **more}).encode() + b"\0" for text in texts)
 
 
-GREEDY = Asked(0, "greedy", {"prompt": "p", "stream": True})
-WHOLE = Asked(0, "greedy", {"prompt": "p"})
-PAIR = Asked(0, "candidates", {"prompt": "p", "stream": True, "n": 2}, "candidates")
-PAIR_DELTAS = Asked(0, "candidates", {"prompt": "p", "stream": True, "stream_deltas": True, "n": 2}, "candidates")
+GREEDY = PoolRequest(0, "greedy", {"prompt": "p", "stream": True})
+WHOLE = PoolRequest(0, "greedy", {"prompt": "p"})
+PAIR = PoolRequest(0, "candidates", {"prompt": "p", "stream": True, "n": 2}, "candidates")
+PAIR_DELTAS = PoolRequest(0, "candidates", {"prompt": "p", "stream": True, "stream_deltas": True, "n": 2}, "candidates")
 ALONE = Solo(stream(["pa"], ["pab"], ["pabc"]), 1, 3, "length")
 PAIR_ALONE = Solo(stream(["pa", "px"], ["pxy", "pab"]), 1, 4, "stop")
 DELTAS_ALONE = Solo(stream(["a", "x"], ["b", "y"]), 1, 4, "stop")
@@ -95,7 +95,7 @@ UNSEEDED = replace(PAIR, is_repeatable=False)
         (UNSEEDED, None, b"\0", "is no answer"),
     ],
 )
-def test_a_wrong_answer_is_found(asked: Asked, solo: Solo | None, body: bytes, message: str | None) -> None:
+def test_a_wrong_answer_is_found(asked: PoolRequest, solo: Solo | None, body: bytes, message: str | None) -> None:
     wrong = soak_checks.wrong_answer(asked, solo, body)
     assert wrong is None if message is None else message in str(wrong)
 
@@ -118,7 +118,7 @@ def test_a_wrong_answer_is_found(asked: Asked, solo: Solo | None, body: bytes, m
     ],
 )
 def test_what_came_before_the_end_must_be_the_beginning(
-    asked: Asked, solo: Solo, body: bytes, is_early: bool, is_right: bool
+    asked: PoolRequest, solo: Solo, body: bytes, is_early: bool, is_right: bool
 ) -> None:
     assert (soak_checks.wrong_beginning(asked, solo, body, is_ended_early=is_early) is None) == is_right
 
