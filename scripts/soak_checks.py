@@ -21,11 +21,28 @@ MAX_GROWTH = 0.02
 """Of resident memory, of what it was when the server had warmed up."""
 EXCERPT = 300
 ENDS = ("stop", "length")
+OUTCOMES = ("failed", "abort", "length", "stop")
+"""Of accepted requests, as the counters call them; of several the first counts."""
+REFUSED = "num_requests_refused_total"
+CLIENT_LEFT = 499
 LINE = re.compile(
     r"^\S+ \S+ INFO \S+: request (?:(?P<client>\S+) \()?(?P<id>\w+)\)?: (?P<prompt>\d+) prompt tokens, "
     r"(?P<output>\d+) output tokens, (?P<queued>not queued|queued to its end|queued [\d.]+ s), "
     r"first token (?:never|[\d.]+ s), total [\d.]+ s, (?P<words>.*)$"
 )
+
+
+_STATUS_OF_WORDS = [
+    (re.compile("client left$"), CLIENT_LEFT),
+    (re.compile("timed out$"), 504),
+    (re.compile("refused: .* requests are waiting already"), 503),
+    (re.compile("refused: 'Request Entity Too Large'"), 413),
+    (re.compile("refused: 'Request Timeout'"), 408),
+    (re.compile("refused: "), 400),
+    (re.compile("unfinished$|failed: 'the server is stopping"), 503),
+    (re.compile("failed: "), 500),
+]
+"""What a request that was not queued was answered, by the beginning of the words at the end of its line."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +59,28 @@ class Line:
 
     @property
     def outcome(self) -> str | None:
-        """What the counters call its end; None for one that was not queued."""
+        """What the counters call its end; None for one that was not queued, and for an end that there must not be."""
         if not self.is_queued:
             return None
         if self.words.startswith("client left"):
-            return self.words.partition(": ")[2] or "abort"
-        if self.words.startswith("failed"):
-            return "failed"
-        reasons = {word.split(" x ")[0] for word in self.words.split(", ")}
-        return next(reason for reason in ("abort", "length", "stop") if reason in reasons)
+            reasons = {self.words.partition(": ")[2] or "abort"}
+        elif self.words.startswith("failed: "):
+            reasons = {"failed"}
+        else:
+            reasons = {word.split(" x ")[0] for word in self.words.split(", ")}
+        return next((outcome for outcome in OUTCOMES if outcome in reasons), None)
+
+    @property
+    def refusal_status(self) -> int | None:
+        """What one that was not queued is counted as; None for one that was, and for words that there must not be."""
+        if self.is_queued:
+            return None
+        return next((status for words, status in _STATUS_OF_WORDS if words.match(self.words)), None)
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether it ended in a way that there must not be, such as a refusal after it was queued."""
+        return self.outcome is None and self.refusal_status is None
 
 
 def parse_line(text: str) -> Line | None:
@@ -82,10 +112,13 @@ def expected_counts(lines: Iterable[Line]) -> dict[str, int]:
     counts: Counter[str] = Counter(dict.fromkeys([*names.values(), *others], 0))
     counts.update({f"{name}_count": 0 for name in histograms})
     for line in lines:
-        if (outcome := line.outcome) is None:
+        if (status := line.refusal_status) is not None:
+            counts[f'{REFUSED}{{status="{status}"}}'] += 1
+        if not line.is_queued:
             continue
-        counts[names[outcome]] += 1
         counts["num_requests_accepted_total"] += 1
+        if (outcome := line.outcome) is not None:
+            counts[names[outcome]] += 1
         counts["prompt_tokens_total"] += line.num_prompt_tokens
         counts["generation_tokens_total"] += line.num_output_tokens
         counts["request_queue_time_seconds_count"] += line.is_admitted
@@ -96,10 +129,11 @@ def expected_counts(lines: Iterable[Line]) -> dict[str, int]:
 
 def wrong_counts(seen: Counts, lines: Iterable[Line]) -> list[str]:
     """At a quiet moment: counters that differ from what the requests have made of them, gauges that are not 0."""
+    expected = {**{name: 0 for name in seen if name.startswith(REFUSED)}, **expected_counts(lines)}
     wrong = [
-        f"{name} is {seen[name]:g}, the requests make {count}"
-        for name, count in expected_counts(lines).items()
-        if seen[name] != count
+        f"{name} is {seen.get(name, 0):g}, the requests make {count}"
+        for name, count in expected.items()
+        if seen.get(name, 0) != count
     ]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         if seen[name] != 0:

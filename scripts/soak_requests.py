@@ -24,6 +24,7 @@ Way = Literal[
     "stop reading",
     "half-close",
     "malformed",
+    "too long",
     "too large",
     "other route",
 ]
@@ -36,6 +37,7 @@ WAYS: dict[Way, float] = {
     "stop reading": 0.5,
     "half-close": 2,
     "malformed": 6,
+    "too long": 0.5,
     "too large": 1,
     "other route": 5,
 }
@@ -55,10 +57,11 @@ _BAD_FIELDS: list[dict[str, Any]] = [
     {"prompt": ["a", "b"]},
     {"prompt": ""},
     {"logprobs": 10**6},
-    {"prompt": "x" * 900_000},
 ]
 BAD_BODIES = [json.dumps({"prompt": "a", **bad}).encode() for bad in _BAD_FIELDS]
 """Well-formed JSON that must be refused."""
+TOO_LONG_BODY = json.dumps({"prompt": "x" * 900_000}).encode()
+"""The same, and nearly as large as a body may be: its memory is most of what a refused request costs."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ def make_visit(seed: int, number: int, pool: list[PoolRequest], *, ways: Collect
     body, path = asked.body, "/generate"
     if way == "malformed":
         body = generator.choice([*BROKEN_JSON, *BAD_BODIES])
+    elif way == "too long":
+        body = TOO_LONG_BODY
     elif way == "too large":
         size = MAX_BODY_MIB * 2**20 + generator.choice([1, 2**19])
         body = json.dumps({"prompt": "x" * size}).encode()
