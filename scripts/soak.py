@@ -8,16 +8,18 @@ allowed for; without these kernels choose --dtype float32.
 
 Counters of /metrics are compared at quiet moments, exactly, with the sums over the request lines of the server's log;
 and each line with what the client of that request saw and, where it was answered, with what the idle server did: prompt
-tokens, generated tokens, how it ended. Every request has one line, and what was refused was never queued. Where the
-client left, the log alone can tell how the request ended and how many tokens it had: there the two must agree.
-Preemptions, of which no client knows, are reported. Under load, counters must lie between what has been answered and
-what has been sent, and never fall.
+tokens, generated tokens, how it ended. Every request has one line, and what was refused was never queued: it is counted
+by its status, which its line must tell, and which must be the one that its client saw. Where the client left, the log
+alone can tell how the request ended and how many tokens it had: there the two must agree. A line that ends in a way
+that there must not be is a finding. Preemptions, of which no client knows, are reported. Under load, counters must lie
+between what has been answered and what has been sent, and never fall.
 
-The time begins when the pool has been answered. The first life of the server takes four fifths of it: memory after the
-first tenth of its load and at its end must agree within 2 %, and file descriptors at quiet moments must be equal. Then
-comes SIGTERM in the middle of the load, and shorter lives, some with a time limit for requests, some with little grace
-at the end. The last stop may take a minute more than --seconds. Exit code 1 means a finding; the log of the life that
-had it is kept in the current folder.
+The time begins when the pool has been answered and the server has had every kind of client: large bodies, a burst,
+streams that nobody reads. The first life of the server takes four fifths of it: memory after the first tenth of its
+load and at its end must agree within 2 %, and file descriptors at quiet moments must be equal. Then comes SIGTERM in
+the middle of the load, and shorter lives, some with a time limit for requests, some with little grace at the end. The
+last stop may take a minute or two more than --seconds. Exit code 1 means a finding; the log of the life that had it is
+kept in the current folder.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.soak_requests import Asked
+from scripts.soak_requests import PoolRequest
 
 Counts = Mapping[str, float]
 """Samples of `/metrics` by their names without the prefix."""
@@ -21,11 +21,28 @@ MAX_GROWTH = 0.02
 """Of resident memory, of what it was when the server had warmed up."""
 EXCERPT = 300
 ENDS = ("stop", "length")
+OUTCOMES = ("failed", "abort", "length", "stop")
+"""Of accepted requests, as the counters call them; of several the first counts."""
+REFUSED = "num_requests_refused_total"
+CLIENT_LEFT = 499
 LINE = re.compile(
     r"^\S+ \S+ INFO \S+: request (?:(?P<client>\S+) \()?(?P<id>\w+)\)?: (?P<prompt>\d+) prompt tokens, "
     r"(?P<output>\d+) output tokens, (?P<queued>not queued|queued to its end|queued [\d.]+ s), "
     r"first token (?:never|[\d.]+ s), total [\d.]+ s, (?P<words>.*)$"
 )
+
+
+_STATUS_OF_WORDS = [
+    (re.compile("client left$"), CLIENT_LEFT),
+    (re.compile("timed out$"), 504),
+    (re.compile("refused: .* requests are waiting already"), 503),
+    (re.compile("refused: 'Request Entity Too Large'"), 413),
+    (re.compile("refused: 'Request Timeout'"), 408),
+    (re.compile("refused: "), 400),
+    (re.compile("unfinished$|failed: 'the server is stopping"), 503),
+    (re.compile("failed: "), 500),
+]
+"""What a request that was not queued was answered, by the beginning of the words at the end of its line."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +59,28 @@ class Line:
 
     @property
     def outcome(self) -> str | None:
-        """What the counters call its end; None for one that was not queued."""
+        """What the counters call its end; None for one that was not queued, and for an end that there must not be."""
         if not self.is_queued:
             return None
         if self.words.startswith("client left"):
-            return self.words.partition(": ")[2] or "abort"
-        if self.words.startswith("failed"):
-            return "failed"
-        reasons = {word.split(" x ")[0] for word in self.words.split(", ")}
-        return next(reason for reason in ("abort", "length", "stop") if reason in reasons)
+            reasons = {self.words.partition(": ")[2] or "abort"}
+        elif self.words.startswith("failed: "):
+            reasons = {"failed"}
+        else:
+            reasons = {word.split(" x ")[0] for word in self.words.split(", ")}
+        return next((outcome for outcome in OUTCOMES if outcome in reasons), None)
+
+    @property
+    def refusal_status(self) -> int | None:
+        """What one that was not queued is counted as; None for one that was, and for words that there must not be."""
+        if self.is_queued:
+            return None
+        return next((status for words, status in _STATUS_OF_WORDS if words.match(self.words)), None)
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether it ended in a way that there must not be, such as a refusal after it was queued."""
+        return self.outcome is None and self.refusal_status is None
 
 
 def parse_line(text: str) -> Line | None:
@@ -82,10 +112,13 @@ def expected_counts(lines: Iterable[Line]) -> dict[str, int]:
     counts: Counter[str] = Counter(dict.fromkeys([*names.values(), *others], 0))
     counts.update({f"{name}_count": 0 for name in histograms})
     for line in lines:
-        if (outcome := line.outcome) is None:
+        if (status := line.refusal_status) is not None:
+            counts[f'{REFUSED}{{status="{status}"}}'] += 1
+        if not line.is_queued:
             continue
-        counts[names[outcome]] += 1
         counts["num_requests_accepted_total"] += 1
+        if (outcome := line.outcome) is not None:
+            counts[names[outcome]] += 1
         counts["prompt_tokens_total"] += line.num_prompt_tokens
         counts["generation_tokens_total"] += line.num_output_tokens
         counts["request_queue_time_seconds_count"] += line.is_admitted
@@ -96,10 +129,11 @@ def expected_counts(lines: Iterable[Line]) -> dict[str, int]:
 
 def wrong_counts(seen: Counts, lines: Iterable[Line]) -> list[str]:
     """At a quiet moment: counters that differ from what the requests have made of them, gauges that are not 0."""
+    expected = {**{name: 0 for name in seen if name.startswith(REFUSED)}, **expected_counts(lines)}
     wrong = [
-        f"{name} is {seen[name]:g}, the requests make {count}"
-        for name, count in expected_counts(lines).items()
-        if seen[name] != count
+        f"{name} is {seen.get(name, 0):g}, the requests make {count}"
+        for name, count in expected.items()
+        if seen.get(name, 0) != count
     ]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         if seen[name] != 0:
@@ -136,7 +170,7 @@ def wrong_counts_under_load(before: Counts | None, seen: Counts, num_answered: i
     return wrong
 
 
-def wrong_line(asked: Asked, solo: Solo | None, line: Line) -> str | None:
+def wrong_line(asked: PoolRequest, solo: Solo | None, line: Line) -> str | None:
     """Of a request that was answered to its end: the log must say what the idle server did."""
     if line.outcome not in ENDS:
         return f"was answered to its end, but its line in the log says {line.words!r}"
@@ -149,7 +183,7 @@ def wrong_line(asked: Asked, solo: Solo | None, line: Line) -> str | None:
     return None
 
 
-def wrong_line_of_unfinished(asked: Asked, solo: Solo | None, line: Line, body: bytes) -> str | None:
+def wrong_line_of_unfinished(asked: PoolRequest, solo: Solo | None, line: Line, body: bytes) -> str | None:
     """Of a request that its client left, or that the server ended: no more than alone, no less than what came."""
     if line.outcome in ENDS:  # the client left before it noticed
         return wrong_line(asked, solo, line)
@@ -166,7 +200,7 @@ def wrong_line_of_unfinished(asked: Asked, solo: Solo | None, line: Line, body: 
     return None
 
 
-def wrong_answer(asked: Asked, solo: Solo | None, body: bytes) -> str | None:
+def wrong_answer(asked: PoolRequest, solo: Solo | None, body: bytes) -> str | None:
     """Of an answer that came to its end; without `solo` its form alone is looked at."""
     if solo is None:
         return _wrong_form(asked, body)
@@ -186,7 +220,7 @@ def wrong_answer(asked: Asked, solo: Solo | None, body: bytes) -> str | None:
     return _difference(body, solo.body)
 
 
-def wrong_beginning(asked: Asked, solo: Solo | None, body: bytes, *, is_ended_early: bool = False) -> str | None:
+def wrong_beginning(asked: PoolRequest, solo: Solo | None, body: bytes, *, is_ended_early: bool = False) -> str | None:
     """Of what came of a whole answer or stream that its client left, or that the server ended before it was done.
 
     The server ends a stream early with the text that was held back, which alone would have come with later tokens.
@@ -239,7 +273,7 @@ def _messages(stream: bytes) -> list[dict[str, Any]]:
     return [json.loads(message) for message in stream.split(DELIMITER)[:-1]]
 
 
-def _wrong_texts(asked: Asked, messages: Sequence[dict[str, Any]], last: dict[str, Any]) -> str | None:
+def _wrong_texts(asked: PoolRequest, messages: Sequence[dict[str, Any]], last: dict[str, Any]) -> str | None:
     """Every text of a cumulative message must be the beginning of one of the last message's."""
     if not asked.shows_all_candidates:
         return None
@@ -269,7 +303,7 @@ def _without_prompt_details(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if "prompt" not in name}
 
 
-def _wrong_form(asked: Asked, body: bytes) -> str | None:
+def _wrong_form(asked: PoolRequest, body: bytes) -> str | None:
     try:
         messages = _messages(body) if asked.is_stream else [json.loads(body)]
         texts = messages[-1]["text"]

@@ -22,7 +22,7 @@ from scripts.soak_client import HANG_S, Result
 SLOW_WAYS = ("read slowly", "stop reading")
 MAY_BE_CUT = ("stop reading", "half-close", "too large")
 """Where the server may rightly close a connection before the end of its answer."""
-NOT_SERVED = ("malformed", "too large", "leave in the body")
+NOT_SERVED = ("malformed", "too long", "too large", "leave in the body")
 REFUSALS = ("400", "408", "413", "503")
 EXCERPT = 500
 
@@ -71,7 +71,7 @@ def judge(result: Result, solo: Solo | None, now: Circumstances) -> tuple[str, s
 
 def _wrong_status(result: Result, now: Circumstances) -> str | None:
     status, way = result.status, result.visit.way
-    expected = {400} if way == "malformed" else {413} if way == "too large" else set()
+    expected = {400} if way in ("malformed", "too long") else {413} if way == "too large" else set()
     if way != "other route" or now.is_stopping:
         expected.add(503)
     if now.has_time_limit and way != "other route":
@@ -92,6 +92,8 @@ def wrong_lines(
             f"was answered {result.status} without a line in the log" if outcome == "right" and way == "read" else None
         )
     line = lines[0]
+    if result.outcome == "answered" and not line.is_queued and line.refusal_status != result.status:
+        return f"was answered {result.status}, but its line in the log says {line.words!r}"
     if line.outcome == "failed":
         return f"failed: {line.words}"
     if outcome == "right" and (asked.is_repeatable or not now.may_end_early):

@@ -27,13 +27,24 @@ from scripts.soak_checks import (
 from scripts.soak_client import Client, Result
 from scripts.soak_judge import Circumstances, judge, wrong_lines
 from scripts.soak_requests import WAYS, Visit, Way, make_pool, make_visit
-from scripts.soak_server import Life, LifeOptions, living
+from scripts.soak_server import Life, LifeOptions, Resources, living, resources
 
 NUM_CLIENTS = 28
 BURST_CLIENTS = 48
 PLAIN: tuple[Way, ...] = ("read",)
 LARGE: tuple[Way, ...] = ("malformed", "too large")
-NUM_LARGE = 60
+TOO_LONG: tuple[Way, ...] = ("too long",)
+STALLING: tuple[Way, ...] = ("stop reading",)
+WARM_UP: tuple[tuple[Collection[Way], int], ...] = (
+    (LARGE, 60),
+    (PLAIN, BURST_CLIENTS),
+    (STALLING, 4),
+    (WAYS, BURST_CLIENTS),
+    *[(TOO_LONG, 2), (PLAIN, 8)] * 6,
+)
+"""How many clients at once behave in one of these ways, group after group. What a server makes once, and what its
+allocator keeps of the largest bodies and streams, is there before memory is watched: it takes a few of them, between
+others, until there are gaps that fit. Were they left to chance, a short run would meet its first ones at its end."""
 BURST_EVERY_S = (3.0, 6.0)
 BACK_OFF_S = 0.2
 STALL_S = 4.0
@@ -94,7 +105,7 @@ class Soak:
         self.solos: dict[int, Solo] = {}
         """By the number of the request in the pool; none of those that are not repeatable."""
         self.pool = make_pool(seed, pool_size)
-        self.numbers = itertools.count(NUM_LARGE)  # the first are those of `send_large_bodies`
+        self.numbers = itertools.count()
         self._flags = [*flags, "--slow-client-s", str(SLOW_CLIENT_S)]
         self._seconds = seconds
         self._end_s = 0.0
@@ -127,7 +138,7 @@ class Soak:
 
     async def _main_life(self, visitors: Visitors) -> None:
         await visitors.ask_alone()
-        await visitors.send_large_bodies()
+        await visitors.warm_up()
         await visitors.quiet("idle")
         begin_s = time.monotonic()
         self._end_s = begin_s + self._seconds
@@ -174,7 +185,7 @@ class Visitors:
         """Answered to their ends for certain."""
         self._unchecked: list[tuple[Result, str]] = []
         """What visits have come to, whose lines in the log have not been looked at yet."""
-        self._idle_fds = 0
+        self._idle_fds: int | None = None
 
     async def ask_alone(self) -> None:
         """Has an idle server answer each request of the pool."""
@@ -199,11 +210,10 @@ class Visitors:
             self._num_served += 1
         client.close()
 
-    async def send_large_bodies(self) -> None:
-        """What the server makes once, threads and buffers for the largest bodies, is there before memory is watched."""
-        pool, seed = self._soak.pool, self._soak.seed
-        visits = [make_visit(seed, number, pool, ways=LARGE) for number in range(NUM_LARGE)]
-        await asyncio.gather(*(self._visit_once(visit) for visit in visits))
+    async def warm_up(self) -> None:
+        """Has the server do once all that it will have to do."""
+        for ways, number in WARM_UP:
+            await self._visit_at_once([self._next_visit(ways) for _ in range(number)])
 
     async def load_until(self, end_s: float, *, is_left_running: bool = False) -> None:
         """Clients come and go until then, and the last ones have been served, unless they are left running."""
@@ -220,16 +230,16 @@ class Visitors:
 
     async def quiet(self, label: str) -> None:
         """Nobody asks: everything must be as at the beginning, and the counters exact."""
-        is_settled = await self._settle()
-        if self.life.server.process.poll() is not None:
+        now, is_settled = await self._settle()
+        if now is None:
             return
-        now = self.life.sample(label)
+        self.life.note(label, now)
         if not is_settled:
             self._report.find(
                 f"{self.life.options.name}, {label}: {SETTLE_S:g} s after the last request there are {now.num_fds} "
                 f"file descriptors, {self._idle_fds} when idle; requests: {self.last_metrics['num_requests_running']:g}"
             )
-        self._idle_fds = self._idle_fds or now.num_fds
+        self._idle_fds = now.num_fds if self._idle_fds is None else self._idle_fds
         self.life.read_log()
         for wrong in wrong_counts(self.last_metrics, self.life.lines):
             self._report.find(f"{self.life.options.name}, {label}: {wrong}")
@@ -273,11 +283,13 @@ class Visitors:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), dice.uniform(*BURST_EVERY_S))
             if not self._is_over:
-                visits = [self._next_visit(PLAIN) for _ in range(BURST_CLIENTS)]
-                await asyncio.gather(*map(self._visit_once, visits))
+                await self._visit_at_once([self._next_visit(PLAIN) for _ in range(BURST_CLIENTS)])
 
     def _next_visit(self, ways: Collection[Way]) -> Visit:
         return make_visit(self._soak.seed, next(self._soak.numbers), self._soak.pool, ways=ways)
+
+    async def _visit_at_once(self, visits: Sequence[Visit]) -> None:
+        await asyncio.gather(*map(self._visit_once, visits))
 
     async def _visit_once(self, visit: Visit) -> None:
         client = self._client()
@@ -309,7 +321,7 @@ class Visitors:
             for wrong in wrong_counts_under_load(before, metrics, num_served, self._num_sent):
                 self._report.find(f"{self.life.options.name}, under load: {wrong}")
             before = metrics
-            self.life.sample("load")
+            self.life.note("load", resources(self.life.process_id))
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), SCRAPE_EVERY_S)
 
@@ -335,20 +347,28 @@ class Visitors:
         await asyncio.gather(*self._tasks)
         self._tasks = []
 
-    async def _settle(self) -> bool:
-        """Waits until the server has noticed that all have left."""
+    async def _settle(self) -> tuple[Resources | None, bool]:
+        """Waits until the server has noticed that all have left; False where it does not in time.
+
+        The metrics come from after the moment when no connection was open any more, so that they have every request.
+        Nothing where the server has ended.
+        """
         end_s = time.monotonic() + SETTLE_S
-        while True:
+        num_fds_before = -1
+        while self.life.server.process.poll() is None:
+            now = resources(self.life.process_id)
             if (metrics := await self._scrape()) is None:
-                return False
+                break
             self.last_metrics = metrics
             is_idle = not metrics["num_requests_running"] and not metrics["num_requests_waiting"]
-            fds = self.life.sample("settling").num_fds
-            if is_idle and fds <= (self._idle_fds or fds):
-                return True
+            most_fds = num_fds_before if self._idle_fds is None else self._idle_fds
+            if is_idle and now.num_fds <= most_fds:
+                return now, True
             if time.monotonic() > end_s:
-                return False
+                return now, False
+            num_fds_before = now.num_fds
             await asyncio.sleep(SETTLE_POLL_S)  # what clients have left is closed within a step
+        return None, False
 
     def _check_lines(self) -> None:
         """What the log says of each request must fit what its client saw."""

@@ -82,7 +82,8 @@ class LifeOptions:
     """What is different about one life of the server."""
 
     name: str
-    grace_s: float = 30.0
+    grace_s: float = 120.0
+    """Enough for all that run and wait, with a real model on a busy machine, where it is not meant to be little."""
     timeout_s: float | None = None
 
     @property
@@ -107,7 +108,7 @@ class Life:
         self.lines_of: defaultdict[str, list[Line]] = defaultdict(list)
         """By the client's id."""
         self.trouble: list[str] = []
-        """What the log has of tracebacks and errors."""
+        """What the log has of tracebacks and errors, and of requests that ended in no known way."""
         self.is_stopping = False
         """Whether the server has been told to stop."""
         self.samples: list[dict[str, Any]] = []
@@ -118,11 +119,9 @@ class Life:
         """The server's."""
         return self.server.process.pid
 
-    def sample(self, label: str) -> Resources:
+    def note(self, label: str, now: Resources) -> None:
         """Takes note of what the process has now."""
-        now = resources(self.process_id)
         self.samples.append({"s": round(time.monotonic() - self.start_s, 2), "at": label, **asdict(now)})
-        return now
 
     def read_log(self) -> None:
         """Takes in what the log has got since the last time."""
@@ -137,7 +136,8 @@ class Life:
                 self.lines.append(line)
                 if line.client_id is not None:
                     self.lines_of[line.client_id].append(line)
-            elif TROUBLE.search(text) and len(self.trouble) < MAX_TROUBLE:
+            is_trouble = TROUBLE.search(text) if line is None else line.is_odd
+            if is_trouble and len(self.trouble) < MAX_TROUBLE:
                 self.trouble.append(text)
 
     def tell_to_stop(self) -> None:

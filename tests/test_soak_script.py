@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,8 +20,10 @@ from scripts import soak, soak_checks, soak_run
 from scripts.soak_checks import Line, Solo, parse_line
 from scripts.soak_client import Body, Client, Result
 from scripts.soak_judge import Circumstances, judge, wrong_lines
-from scripts.soak_requests import WAYS, Asked, Visit, make_pool, make_visit
-from scripts.soak_server import is_port_free, resources, session_members
+from scripts.soak_requests import WAYS, PoolRequest, Visit, make_pool, make_visit
+from scripts.soak_server import Life, LifeOptions, is_port_free, resources, session_members
+from tests.helpers.doors import NATIVE
+from tests.helpers.server import Server
 from vllm_lite.entrypoints.request_body import parse_generate_request
 
 LOG_LINE = (
@@ -31,6 +33,10 @@ LOG_LINE = (
 ACCEPTED = "num_requests_accepted_total"
 LENGTH = 'request_success_total{finished_reason="length"}'
 STOP = 'request_success_total{finished_reason="stop"}'
+
+
+def refused(status: int) -> str:
+    return f'num_requests_refused_total{{status="{status}"}}'
 
 
 def test_a_real_server_stands_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -66,10 +72,10 @@ def stream(*texts: list[str], **more: Any) -> bytes:
     return b"".join(json.dumps({"text": text, **more}).encode() + b"\0" for text in texts)
 
 
-GREEDY = Asked(0, "greedy", {"prompt": "p", "stream": True})
-WHOLE = Asked(0, "greedy", {"prompt": "p"})
-PAIR = Asked(0, "candidates", {"prompt": "p", "stream": True, "n": 2}, "candidates")
-PAIR_DELTAS = Asked(0, "candidates", {"prompt": "p", "stream": True, "stream_deltas": True, "n": 2}, "candidates")
+GREEDY = PoolRequest(0, "greedy", {"prompt": "p", "stream": True})
+WHOLE = PoolRequest(0, "greedy", {"prompt": "p"})
+PAIR = PoolRequest(0, "candidates", {"prompt": "p", "stream": True, "n": 2}, "candidates")
+PAIR_DELTAS = PoolRequest(0, "candidates", {"prompt": "p", "stream": True, "stream_deltas": True, "n": 2}, "candidates")
 ALONE = Solo(stream(["pa"], ["pab"], ["pabc"]), 1, 3, "length")
 PAIR_ALONE = Solo(stream(["pa", "px"], ["pxy", "pab"]), 1, 4, "stop")
 DELTAS_ALONE = Solo(stream(["a", "x"], ["b", "y"]), 1, 4, "stop")
@@ -95,7 +101,7 @@ UNSEEDED = replace(PAIR, is_repeatable=False)
         (UNSEEDED, None, b"\0", "is no answer"),
     ],
 )
-def test_a_wrong_answer_is_found(asked: Asked, solo: Solo | None, body: bytes, message: str | None) -> None:
+def test_a_wrong_answer_is_found(asked: PoolRequest, solo: Solo | None, body: bytes, message: str | None) -> None:
     wrong = soak_checks.wrong_answer(asked, solo, body)
     assert wrong is None if message is None else message in str(wrong)
 
@@ -118,7 +124,7 @@ def test_a_wrong_answer_is_found(asked: Asked, solo: Solo | None, body: bytes, m
     ],
 )
 def test_what_came_before_the_end_must_be_the_beginning(
-    asked: Asked, solo: Solo, body: bytes, is_early: bool, is_right: bool
+    asked: PoolRequest, solo: Solo, body: bytes, is_early: bool, is_right: bool
 ) -> None:
     assert (soak_checks.wrong_beginning(asked, solo, body, is_ended_early=is_early) is None) == is_right
 
@@ -144,6 +150,52 @@ def test_lines_of_the_log_are_read(
     line = parse_line(LOG_LINE.format(name=name, queued=queued, words=words))
     assert line == Line(client_id, 3, 5, queued != "not queued", queued.endswith(" s"), words)
     assert line.outcome == outcome
+    assert (line.refusal_status is None) == line.is_queued and not line.is_odd
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("client left", 499),
+        ("timed out", 504),
+        ("unfinished", 503),
+        ("refused: '24 requests are waiting already (--max-waiting-requests); try later.'", 503),
+        ("failed: 'the server is stopping; send the request to another one or wait for its restart.'", 503),
+        ("failed: 'no such thing'", 500),
+        ("refused: 'Request Entity Too Large'", 413),
+        ("refused: 'Request Timeout'", 408),
+        ("refused: 'n must be 1, got 2.'", 400),
+        ("refused: \"'timed out' is not a known field.\"", 400),
+    ],
+)
+def test_what_was_not_queued_is_counted_by_the_status_that_the_log_tells(words: str, status: int) -> None:
+    line = Line("a", 0, 0, False, False, words)
+    assert line.refusal_status == status and line.outcome is None
+    assert soak_checks.expected_counts([line, line])[refused(status)] == 2
+
+
+@pytest.mark.parametrize(
+    ("queued", "words"),
+    [
+        ("queued 0.001 s", "refused: 'prompt is required, got stop.'"),
+        ("queued 0.001 s", "unfinished"),
+        ("queued to its end", "timed out"),
+        ("queued 0.001 s", "client left after the end: lost"),
+        ("not queued", "stop"),
+        ("not queued", "client left after the end: stop"),
+        ("not queued", "abort, timed out"),
+    ],
+)
+def test_a_line_with_an_end_that_there_must_not_be_is_a_finding(tmp_path: Path, queued: str, words: str) -> None:
+    log_path = tmp_path / "log"
+    text = LOG_LINE.format(name="c-1 (abc)", queued=queued, words=words)
+    right = LOG_LINE.format(name="abc", queued="queued 0.001 s", words="stop")
+    log_path.write_text(f"{right}\n{text}\n{right}\n")
+    life = Life(Server(cast(Any, None), "http://127.0.0.1:1", log_path, "", NATIVE), LifeOptions("main"))
+    life.read_log()
+    assert life.trouble == [text]
+    is_queued = queued != "not queued"
+    assert soak_checks.expected_counts(life.lines)[ACCEPTED] == 2 + is_queued  # and counts go on
 
 
 def lines() -> list[Line]:
@@ -152,17 +204,28 @@ def lines() -> list[Line]:
         Line("b", 4, 2, True, True, "client left"),
         Line("c", 0, 0, True, False, "client left"),
         Line("d", 0, 0, False, False, "refused: 'x'"),
+        Line("e", 0, 0, False, False, "client left"),
     ]
 
 
 def exact_metrics() -> dict[str, float]:
-    gauges = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+    gauges: dict[str, float] = {
+        refused(413): 0,
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+    }
     return {**soak_checks.expected_counts(lines()), **gauges, "num_free_kv_blocks": 8, "num_total_kv_blocks": 8}
 
 
 def test_counters_are_compared_exactly() -> None:
     metrics = exact_metrics()
     assert metrics[ACCEPTED] == 3 and metrics[LENGTH] == 1 and metrics["num_requests_aborted_total"] == 2
+    assert {name: value for name, value in metrics.items() if "refused" in name} == {
+        refused(400): 1,
+        refused(499): 1,
+        refused(413): 0,
+    }
     assert metrics["prompt_tokens_total"] == 7 and metrics["generation_tokens_total"] == 7
     assert metrics["request_queue_time_seconds_count"] == metrics["time_to_first_token_seconds_count"] == 2
     assert soak_checks.wrong_counts(metrics, lines()) == []
@@ -175,6 +238,13 @@ def test_counters_are_compared_exactly() -> None:
 def test_a_line_that_is_missing_is_a_leaked_count() -> None:
     wrong = soak_checks.wrong_counts(exact_metrics(), lines()[1:])
     assert any(ACCEPTED in one and "is 3, the requests make 2" in one for one in wrong)
+    assert soak_checks.wrong_counts(exact_metrics(), lines()[:-1]) == [f"{refused(499)} is 1, the requests make 0"]
+
+
+def test_a_refusal_that_is_not_counted_is_found() -> None:
+    metrics = exact_metrics()
+    del metrics[refused(499)]
+    assert soak_checks.wrong_counts(metrics, lines()) == [f"{refused(499)} is 0, the requests make 1"]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +344,7 @@ def test_what_is_right_depends_on_the_circumstances(
 DONE = Line("visit-1", 1, 3, True, True, "length")
 ABORTED = Line("visit-1", 1, 1, True, True, "abort")
 REFUSED = Line("visit-1", 0, 0, False, False, "refused: 'x'")
+FULL = replace(REFUSED, words="refused: '24 requests are waiting already (--max-waiting-requests); try later.'")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +357,10 @@ REFUSED = Line("visit-1", 0, 0, False, False, "refused: 'x'")
         (result_of("answered"), "right", [ABORTED], HASTY, "its line in the log says 'abort'"),
         (result_of("answered", body=stream(["pa"])), "ended early", [ABORTED], HASTY, None),
         (result_of("answered", body=stream(["pa"])), "ended early", [DONE], HASTY, "ended early"),
-        (result_of("answered", 503), "503", [REFUSED], Circumstances(), None),
+        (result_of("answered", 503), "503", [FULL], Circumstances(), None),
+        (result_of("answered", 503), "503", [REFUSED], Circumstances(), "answered 503, but its line"),
+        (result_of("answered", 400), "400", [REFUSED], Circumstances(), None),
+        (result_of("answered", 400), "400", [replace(REFUSED, words="client left")], Circumstances(), "answered 400"),
         (result_of("answered", 503), "503", [ABORTED], STOPPING, "but it was queued"),
         (result_of("answered", 503), "503", [ABORTED], HASTY, None),
         (result_of("answered", 504), "504", [ABORTED], LIMITED, "answered 504"),
