@@ -26,6 +26,8 @@ Apply = Callable[..., str]
 TEMPLATE_MARKS = ("{{", "{%", "{#")
 CANNOT_BE_COMPILED = (TemplateSyntaxError, SyntaxError, RecursionError)
 """SyntaxError is Python's own, of loops in loops beyond its limit of blocks."""
+TAKEN = ("self", "conversations")
+"""Names of arguments inside transformers, beside those of the function that is called."""
 CANNOT_BE_RENDERED = (
     TemplateError,
     TypeError,
@@ -47,7 +49,7 @@ class ChatTemplate:
     def __init__(self, text: str, apply: Apply, variables: Mapping[str, Any]) -> None:
         """`variables` are given to the template beside those that `apply` has by itself."""
         self._text, self._apply, self._variables = text, apply, dict(variables)
-        self._taken = {"messages", *inspect.signature(apply).parameters}
+        self._taken = {"messages", *TAKEN, *inspect.signature(apply).parameters}
 
     def render(
         self,

@@ -256,6 +256,15 @@ def test_long_echoes_are_bounded(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="n must be at most") as caught:
         complete(client, "x" * 300_000, echo=True, n=4, temperature=1)
     assert caught.value.param == "n"
+    with pytest.raises(openai.BadRequestError, match="with echo, times 2 plus logprobs, got 1200000") as caught:
+        complete(client, ["x" * 300] * 2000, echo=True, temperature=1)
+    assert caught.value.param == "prompt"
+
+
+def test_the_candidates_of_a_list_are_bounded(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"at most 1024 prompts .* with 4 candidates") as caught:
+        complete(client, ["x"] * 1025, n=4, temperature=1)
+    assert caught.value.param == "prompt"
 
 
 def test_usage_in_a_stream(client: openai.OpenAI) -> None:

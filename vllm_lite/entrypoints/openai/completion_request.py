@@ -57,19 +57,38 @@ def parse_completion_request(body: bytes, max_prompts: int) -> CompletionRequest
         params = replace(params, prompt_logprobs=params.logprobs)
     if stream is not None:
         check_stream(params)
+    _check_number(prompts, params, max_prompts)
     if has_echo:
         _check_echo(prompts, params)
     return CompletionRequest(model, prompts, params, stream, {}, has_echo, has_output)
 
 
+def _check_number(prompts: Sequence[Prompt], params: SamplingParams, most: int) -> None:
+    """All candidates of a list are kept until the last prompt is done."""
+    if len(prompts) > 1 and len(prompts) * params.num_candidates > most:
+        raise RequestError(
+            f"prompt must be a list of at most {most // params.num_candidates} prompts (--max-waiting-requests) with "
+            f"{params.num_candidates} candidates for each, got {len(prompts)}.",
+            "prompt",
+        )
+
+
 def _check_echo(prompts: Sequence[Prompt], params: SamplingParams) -> None:
     """Each of the choices repeats its prompt, with as many logprobs for each token."""
     size = sum(len(prompt.text or prompt.token_ids or ()) for prompt in prompts) * (2 + (params.logprobs or 0))
-    if params.n > 1 and params.n * size > MAX_ECHOED_CHARS:
+    if params.n * size <= MAX_ECHOED_CHARS:
+        return
+    if params.n > 1:
         raise RequestError(
             f"n must be at most {max(1, MAX_ECHOED_CHARS // size)} with echo of so long a prompt, got {params.n}: "
             "every choice repeats it.",
             "n",
+        )
+    if len(prompts) > 1:
+        raise RequestError(
+            f"prompt must be a list of at most {MAX_ECHOED_CHARS} characters or ids with echo, times 2 plus logprobs, "
+            f"got {size}: an answer repeats all.",
+            "prompt",
         )
 
 
