@@ -430,7 +430,9 @@ def test_message_is_never_a_template(folder: Path) -> None:
     assert template.render([{"role": hostile, "content": hostile}]) == hostile * 2
 
 
-@pytest.mark.parametrize("name", ["chat_template", "conversation", "tokenize", "padding", "tools", "messages", "self", "conversations"])
+@pytest.mark.parametrize(
+    "name", ["chat_template", "conversation", "tokenize", "padding", "tools", "messages", "self", "conversations"]
+)
 def test_variables_of_a_client_change_nothing_but_variables(name: str, folder: Path) -> None:
     template = _template(WITHOUT_BOS, folder)
     with pytest.raises(RequestError, match=f"chat_template_kwargs must not set '{name}'"):

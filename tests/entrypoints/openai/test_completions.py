@@ -15,6 +15,8 @@ from tests.entrypoints.test_lifecycle import wait_for_requests
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.doors import OPENAI
 from tests.helpers.server import REAL, Server, running_server
+from vllm_lite.entrypoints.openai.completion_request import parse_completion_request
+from vllm_lite.errors import RequestError
 
 MODEL = "tiny"
 FLAGS = ["--model", str(cached_checkpoint()), "--served-model-name", f"{MODEL},alias/of it", "--max-num-seqs", "4"]
@@ -256,14 +258,20 @@ def test_long_echoes_are_bounded(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="n must be at most") as caught:
         complete(client, "x" * 300_000, echo=True, n=4, temperature=1)
     assert caught.value.param == "n"
-    with pytest.raises(openai.BadRequestError, match="with echo, times 2 plus logprobs, got 1200000") as caught:
-        complete(client, ["x" * 300] * 2000, echo=True, temperature=1)
-    assert caught.value.param == "prompt"
 
 
-def test_the_candidates_of_a_list_are_bounded(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"at most 1024 prompts .* with 4 candidates") as caught:
-        complete(client, ["x"] * 1025, n=4, temperature=1)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": ["x" * 300] * 2000, "echo": True}, "with echo, times 2 plus logprobs, got 1200000"),
+        ({"prompt": ["x"] * 1025, "n": 4}, "at most 1024 prompts"),
+        ({"prompt": ["x"] * 1025, "best_of": 4}, "with 4 candidates for each, got 1025"),
+        ({"prompt": ["x"] * 4097}, "at most 4096 prompts"),
+    ],
+)
+def test_lists_are_bounded_by_all_that_they_make(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        parse_completion_request(json.dumps(fields).encode(), 4096)
     assert caught.value.param == "prompt"
 
 
