@@ -1,8 +1,9 @@
 """Sends a server requests made from its own /openapi.json and bytes that are no HTTP, and looks at how it takes them.
 
 None may be answered with a 5xx or not at all, and when all are through the server must be healthy with nothing left
-in its KV cache. Without --port a server is started on a tiny model. Exit code 1 means a finding, whose bytes are
-printed or, where they are many, written to a file.
+in its KV cache. All routes of the document that take a body are asked; chats need a server with a chat template.
+Without --port a server is started on a tiny model. Exit code 1 means a finding, whose bytes are printed or, where they
+are many, written to a file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 from scripts.bench.arguments import failed, port, positive, seconds
 from scripts.bench.client import Address
 from scripts.fuzz_cases import CLOSED, Case, Cases
+from tests.helpers.json_schema import allows
 from vllm_lite.config import program_name
 
 NUM_CLIENTS = 8
@@ -37,6 +39,18 @@ PATIENCE_S = 0.2
 """After so much silence a client whose bytes may be no whole request says that no more will come."""
 OWN_SERVER = "--num-kv-blocks 256 --max-num-seqs 16 --max-body-mib 1 --dtype float32 --disable-log-requests"
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Schemas:
+    """What the server's document says of bodies."""
+
+    requests: dict[str, dict[str, Any]]
+    """Of those that are posted, by path."""
+    failure: dict[str, Any]
+    """Of every answer with a status of 400 or more."""
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
@@ -45,6 +59,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="the server's address (default: %(default)s)")
     parser.add_argument("--port", type=port, help="the server's port (default: a server is started)")
+    parser.add_argument(
+        "--openai",
+        action="store_true",
+        help="start the server of OpenAI's protocol (one on --port says what it speaks)",
+    )
     parser.add_argument("--requests", type=positive, default=2000, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="makes the requests (default: %(default)s)")
     parser.add_argument("--only", type=int, help="send the request of this number alone")
@@ -128,7 +147,7 @@ def status_of(received: bytes) -> int:
     return int(found[1]) if found else CLOSED
 
 
-def problem(case: Case, received: bytes) -> str | None:
+def problem(case: Case, received: bytes, failure_schema: dict[str, Any]) -> str | None:
     """What is wrong with an answer, if anything is."""
     status = status_of(received)
     if status >= 500:
@@ -144,13 +163,15 @@ def problem(case: Case, received: bytes) -> str | None:
     try:
         response.begin()
         body = response.read()
-        detail = json.loads(body)["detail"] if status >= 400 else ""
-    except (http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        failure = json.loads(body) if status >= 400 else None
+    except (http.client.HTTPException, ValueError) as error:
         return f"answered {status} in a way that cannot be read: {error!r}"
-    return None if isinstance(detail, str) else f"answered {status} with a detail that is no text"
+    if status >= 400 and not allows(failure_schema, failure):
+        return f"answered {status} with what is no failure of the document: {failure!r}"
+    return None
 
 
-def run_case(address: Address, case: Case, timeout_s: float) -> tuple[str, str | None]:
+def run_case(address: Address, case: Case, failure_schema: dict[str, Any], timeout_s: float) -> tuple[str, str | None]:
     """The outcome, by its name in the report, and what is wrong with it."""
     try:
         received = send(address, case, timeout_s)
@@ -160,7 +181,7 @@ def run_case(address: Address, case: Case, timeout_s: float) -> tuple[str, str |
         return "refused", f"nobody answers: {error}"
     status = status_of(received)
     name = "left" if case.leave_after is not None else str(status) if status else "closed"
-    return name, problem(case, received)
+    return name, problem(case, received, failure_schema)
 
 
 def describe(number: int, seed: int, case: Case, message: str) -> str:
@@ -173,15 +194,15 @@ def describe(number: int, seed: int, case: Case, message: str) -> str:
     return f"{title}\n  {len(case.data)} bytes in {path}, which begin with {case.data[:200]!r}"
 
 
-def fuzz(address: Address, cases: Cases, numbers: Sequence[int], seed: int, timeout_s: float) -> Report:
+def fuzz(address: Address, schemas: Schemas, numbers: Sequence[int], seed: int, timeout_s: float) -> Report:
     """Sends the cases, several at a time, until all are through or there are enough findings."""
-    report = Report()
+    report, cases = Report(), Cases(schemas.requests, seed)
 
     def run(number: int) -> tuple[int, Case, str, str | None] | None:
         if len(report.findings) >= MAX_FINDINGS:
             return None
         case = cases.make(number)
-        return (number, case, *run_case(address, case, timeout_s))
+        return (number, case, *run_case(address, case, schemas.failure, timeout_s))
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         for done in pool.map(run, numbers):
@@ -232,24 +253,32 @@ def leftovers(address: Address) -> list[str]:
         return [f"the server does not answer at the end: {error!r}"]
 
 
-def request_schema(address: Address) -> dict[str, Any]:
-    """Of the body of `POST /generate`. Raises OSError, HTTPException, ValueError and LookupError."""
+def read_schemas(address: Address) -> Schemas:
+    """Raises OSError, HTTPException, ValueError and LookupError."""
     document = json.loads(get(address, "/openapi.json")[1])
-    content = document["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]
-    name = content["schema"]["$ref"].rpartition("/")[2]
-    schema: dict[str, Any] = document["components"]["schemas"][name]
-    return schema
+    known = document["components"]["schemas"]
+    contents = {
+        path: operations["post"]["requestBody"]["content"]["application/json"]
+        for path, operations in document["paths"].items()
+        if "requestBody" in operations.get("post", {})
+    }
+    if not contents:
+        raise LookupError("no path takes a body")
+    names = {path: content["schema"]["$ref"].rpartition("/")[2] for path, content in contents.items()}
+    return Schemas({path: known[name] for path, name in names.items()}, known["Failure"])
 
 
 @contextlib.contextmanager
-def own_server() -> Iterator[tuple[Address, list[str]]]:
+def own_server(*, is_openai: bool) -> Iterator[tuple[Address, list[str]]]:
     """A server on a tiny model, and a list that holds what its process did wrong when the block has ended."""
     from tests.helpers.checkpoints import cached_checkpoint  # noqa: PLC0415 - imports torch, which nobody else needs
+    from tests.helpers.doors import NATIVE, OPENAI  # noqa: PLC0415
     from tests.helpers.server import REAL, running_server  # noqa: PLC0415
 
     model = str(cached_checkpoint(max_position_embeddings=512))
     wrong: list[str] = []
-    with running_server("--model", model, *OWN_SERVER.split(), module=REAL) as server:
+    flags = ["--model", model, "--chat-template", TEMPLATE, *OWN_SERVER.split()]
+    with running_server(*flags, module=REAL, door=OPENAI if is_openai else NATIVE) as server:
         yield Address("127.0.0.1", server.port), wrong
         if (code := server.process.poll()) is not None:
             wrong.append(f"the server exited with {code}")
@@ -259,17 +288,20 @@ def own_server() -> Iterator[tuple[Address, list[str]]]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """The exit code."""
-    arguments = make_parser().parse_args(words)
+    parser = make_parser()
+    arguments = parser.parse_args(words)
+    if arguments.openai and arguments.port is not None:
+        parser.error("--openai is for a server that is started here: the one on --port says what it speaks")
     numbers = range(arguments.requests) if arguments.only is None else [arguments.only]
     is_ours = arguments.port is None
     chosen = (Address(arguments.host, arguments.port or 0), list[str]())
     start_s = time.monotonic()
-    with own_server() if is_ours else contextlib.nullcontext(chosen) as (address, wrong):
+    with own_server(is_openai=arguments.openai) if is_ours else contextlib.nullcontext(chosen) as (address, wrong):
         try:
-            cases = Cases(request_schema(address), arguments.seed)
+            schemas = read_schemas(address)
         except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
             return failed(f"no /openapi.json from {address.host}:{address.port}: {error!r}")
-        report = fuzz(address, cases, numbers, arguments.seed, arguments.timeout)
+        report = fuzz(address, schemas, numbers, arguments.seed, arguments.timeout)
     findings = [*report.findings, *wrong]
     print(report.table())
     print(f"{report.counts.total()} requests of seed {arguments.seed} in {time.monotonic() - start_s:.1f} s", end=", ")

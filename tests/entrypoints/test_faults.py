@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -9,7 +10,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,17 +21,11 @@ import pytest
 from tests.entrypoints.test_lifecycle import wait_for_requests, wait_until_refused
 from tests.entrypoints.test_limits import reader_of_much
 from tests.entrypoints.test_native_protocol import assert_refused
+from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.doors import NATIVE, OPENAI, Door, events
 from tests.helpers.faulty_server import INSIDES
-from tests.helpers.server import (
-    REAL,
-    Response,
-    Server,
-    generate_bytes,
-    read_response,
-    request_bytes,
-    running_server,
-)
+from tests.helpers.server import REAL, Response, Server, read_response, request_bytes, running_server
 from vllm_lite.entrypoints.listening import bind
 
 FAULTY = "tests.helpers.faulty_server"
@@ -41,8 +36,14 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
     "temperature": 0,
     "stream": True,
-    "stream_deltas": True,
+    "allowed_token_ids": ByteTokenizer().encode("abc"),
 }
+"""Whose every token is a whole character, so that each makes a message."""
+FLOODS: dict[str, dict[str, Any]] = {
+    NATIVE.name: {"prompt": "x" * 3000},  # which comes again with every message
+    OPENAI.name: {"n": 8, "temperature": 1, "logprobs": 20},
+}
+"""What makes a stream longer than all buffers on its way."""
 GREETING: dict[str, Any] = {"prompt": "Hello", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
 
 
@@ -50,12 +51,28 @@ def flags(*more: str) -> list[str]:
     return ["--model", str(cached_checkpoint(max_position_embeddings=CONTEXT)), "--num-kv-blocks", "1200", *more]
 
 
+def at_both_doors(check: Callable[[Door], None]) -> None:
+    """A server takes seconds to start: two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(check, [NATIVE, OPENAI]))
+
+
 def open_stream(server: Server, **fields: Any) -> socket.socket:
     """A connection whose stream has begun."""
     connection = server.connect()
-    connection.sendall(generate_bytes({**LONG, **fields}))
+    connection.sendall(server.request({**LONG, **server.door.deltas, **fields}))
     assert connection.recv(1, socket.MSG_PEEK)
     return connection
+
+
+def assert_cut(stream: Response, *words: str) -> None:
+    """It had begun and ends without its last chunk; OpenAI's clients are told why, in a last event with these words."""
+    assert stream.status == 200 and not stream.is_complete
+    assert stream.texts()
+    if stream.door is OPENAI:
+        *_, last = events(stream.body)
+        failure = OPENAI.failure(json.loads(last))
+        assert all(word in failure for word in words), failure
 
 
 def wait_for_metric(server: Server, name: str, value: float) -> None:
@@ -72,8 +89,8 @@ def assert_no_process_left(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server(*flags("--slow-client-s", "1"), module=FAULTY) as server:
+def server(door: Door) -> Iterator[Server]:
+    with running_server(*flags("--slow-client-s", "1"), module=FAULTY, door=door) as server:
         yield server
 
 
@@ -81,18 +98,21 @@ def server() -> Iterator[Server]:
 
 
 def test_a_step_that_hangs_ends_its_clients_then_health_then_the_process() -> None:
-    with running_server(*flags("--watchdog-s", "1"), module=FAULTY) as server:
+    at_both_doors(check_a_step_that_hangs)
+
+
+def check_a_step_that_hangs(door: Door) -> None:
+    with running_server(*flags("--watchdog-s", "1"), module=FAULTY, door=door) as server:
         with open_stream(server) as stream, server.connect() as leaver, server.connect() as poisoned:
-            poisoned.sendall(generate_bytes({"prompt": "poison !sleep"}))
+            poisoned.sendall(server.request({"prompt": "poison !sleep"}))
             wait_for_requests(server, 2)
-            leaver.sendall(generate_bytes(LONG))
+            leaver.sendall(server.request(LONG))
             wait_for_requests(server, 3)
             leaver.close()  # is noticed although nothing is computed
             wait_for_metric(server, "num_requests_aborted_total", 1)
             assert server.get("/health").status == 200
-            assert_refused(read_response(poisoned), 503, "1 s", "--watchdog-s")
-            cut = read_response(stream)
-            assert cut.status == 200 and not cut.is_complete
+            assert_refused(server.read(poisoned), 503, "1 s", "--watchdog-s")
+            assert_cut(server.read(stream), "--watchdog-s")
         assert_refused(server.get("/health"), 503, "restart")
         assert_refused(server.post({"prompt": "a"}), 503, "--watchdog-s")
         assert server.wait(10) == 1
@@ -104,14 +124,22 @@ def test_a_step_that_hangs_ends_its_clients_then_health_then_the_process() -> No
 
 def test_a_step_that_hangs_while_the_server_stops_does_not_hold_the_exit() -> None:
     """Its requests have been ended by then: nobody but the watchdog is left to notice."""
-    with running_server(*flags("--watchdog-s", "2", "--shutdown-grace-s", "0.2"), module=FAULTY) as server:
+    at_both_doors(check_a_step_that_hangs_at_the_end)
+
+
+def check_a_step_that_hangs_at_the_end(door: Door) -> None:
+    with running_server(*flags("--watchdog-s", "2", "--shutdown-grace-s", "0.2"), module=FAULTY, door=door) as server:
         with open_stream(server) as stream, server.connect() as poisoned:
-            poisoned.sendall(generate_bytes({"prompt": "poison !lock"}))
+            poisoned.sendall(server.request({"prompt": "poison !lock"}))
             wait_for_requests(server, 2)
             server.signal(signal.SIGTERM)
             start = time.monotonic()
-            assert_refused(read_response(poisoned), 503, "stopping")
-            assert read_response(stream).is_complete
+            assert_refused(server.read(poisoned), 503, "stopping")
+            ended = server.read(stream)
+            if door is NATIVE:
+                assert ended.is_complete
+            else:
+                assert_cut(ended, "stopping")
             assert server.wait(10) == 1
             assert 1 < time.monotonic() - start < 6
         assert re.search("ERROR .* 2 s .--watchdog-s.: the engine is declared dead", server.log)
@@ -126,13 +154,14 @@ def test_a_step_that_fails_fails_its_requests_and_no_other(server: Server, fault
     expected = server.text(**GREETING)
     with open_stream(server, prompt=f"beside {fault}") as bystander:
         poisoned = server.post({"prompt": f"now !{fault}"})
-        cut = read_response(bystander)  # it was in the same step
+        cut = server.read(bystander)  # it was in the same step
     assert_refused(poisoned, 500, "failed", "the log says why")
-    later = server.post({**LONG, "prompt": f"later !{fault}=3"})
+    later = server.post({**LONG, **server.door.deltas, "prompt": f"later !{fault}=3"})
     for stream in (cut, later):
-        assert stream.status == 200 and not stream.is_complete
-        assert stream.chunks and all(chunk.endswith(b"]}\0") for chunk in stream.chunks), "nothing but messages"
-    assert len(later.chunks) == 3
+        assert_cut(stream, "failed", "the log says why")
+    assert len(later.texts()) == 3
+    if server.door is NATIVE:
+        assert all(chunk.endswith(b"]}\0") for chunk in cut.chunks + later.chunks), "nothing but messages"
     assert server.text(**GREETING) == expected
     assert_unharmed(server)
     for response in (poisoned, cut, later):
@@ -149,7 +178,7 @@ def test_a_tokenizer_that_raises_fails_the_request_and_no_other(
 ) -> None:
     with open_stream(server, max_tokens=300) as bystander:
         poisoned = server.post({"prompt": f"a !{fault}", "stream": is_stream})
-        assert read_response(bystander).is_complete
+        assert server.read(bystander).is_complete
     assert_refused(poisoned, 500, reason, "the log says why")
     assert INSIDES not in poisoned.raw.decode()
     assert_log_explains(server, poisoned, reason)
@@ -180,7 +209,7 @@ def assert_log_explains(server: Server, response: Response, words: str) -> None:
 def test_clients_that_reset_the_connection_leave_nothing_behind(server: Server, moment: str) -> None:
     num_tracebacks = server.log.count("Traceback")
     is_stream = moment == "in the stream"
-    request = generate_bytes({**LONG, "stream": is_stream, "stream_deltas": is_stream})
+    request = server.request({**LONG, "stream": is_stream, **(server.door.deltas if is_stream else {})})
     num_sent = {"at once": 0, "in the head": 30, "in the body": -10}.get(moment, len(request))
     with ExitStack() as stack:
         connections = [stack.enter_context(server.connect()) for _ in range(20)]
@@ -197,17 +226,17 @@ def test_case_f1_300_connections_at_once_are_all_answered(server: Server) -> Non
     with ExitStack() as stack:
         connections = [stack.enter_context(server.connect()) for _ in range(300)]
         for number, connection in enumerate(connections):
-            connection.sendall(generate_bytes({**GREETING, "stream": number % 2 == 0}))
-        responses = [read_response(connection) for connection in connections]
+            connection.sendall(server.request({**GREETING, "stream": number % 2 == 0}))
+        responses = [server.read(connection) for connection in connections]
     assert {response.status for response in responses} == {200}
     assert all(response.is_complete for response in responses)
-    assert {response.messages()[-1] for response in responses[::2]} == {server.text(**GREETING)}
-    assert {response.json()["text"][0] for response in responses[1::2]} == {server.text(**GREETING)}
+    assert {response.texts()[-1] for response in responses[::2]} == {server.text(**GREETING)}
+    assert {response.text() for response in responses[1::2]} == {server.text(**GREETING)}
     assert_unharmed(server)
 
 
 def test_a_body_that_comes_byte_by_byte_delays_nobody(server: Server) -> None:
-    request = generate_bytes(GREETING)
+    request = server.request(GREETING)
     expected = server.text(**GREETING)
     with server.connect() as slow:
         slow.sendall(request[:-20])
@@ -216,12 +245,12 @@ def test_a_body_that_comes_byte_by_byte_delays_nobody(server: Server) -> None:
             assert server.text(**GREETING) == expected
             assert time.monotonic() - start < 1
             slow.sendall(request[position : position + 1])
-        assert read_response(slow).json()["text"][0] == expected
+        assert server.read(slow).text() == expected
 
 
 def test_a_client_that_never_reads_is_cut_off_and_delays_nobody(server: Server) -> None:
     num_cut = server.log.count("the connection is cut")
-    with reader_of_much(server, **{**LONG, "prompt": "x" * 3000, "stream_deltas": False}):
+    with reader_of_much(server, **{**LONG, **FLOODS[server.door.name]}):
         wait_for_requests(server, 1)
         expected = server.text(**GREETING)
         while server.log.count("the connection is cut") == num_cut:
@@ -235,22 +264,27 @@ def test_a_client_that_never_reads_is_cut_off_and_delays_nobody(server: Server) 
 
 
 def test_case_h7_a_signal_lets_running_requests_finish_and_leaves_nothing() -> None:
-    with ThreadPoolExecutor(2) as pool:  # a server takes seconds to start: two at a time
-        list(pool.map(check_signal, [signal.SIGTERM, signal.SIGINT]))
+    at_both_doors(check_signal)
 
 
-def check_signal(number: signal.Signals) -> None:
-    with running_server(*flags(), module=REAL) as server, ExitStack() as stack, server.connect() as kept_alive:
+def check_signal(door: Door) -> None:
+    number = signal.SIGTERM if door is NATIVE else signal.SIGINT  # test_lifecycle has both at both
+    with (
+        running_server(*flags(), module=REAL, door=door) as server,
+        ExitStack() as stack,
+        server.connect() as kept_alive,
+    ):
         streams = [stack.enter_context(open_stream(server, max_tokens=800)) for _ in range(3)]
         kept_alive.sendall(request_bytes("GET", "/health", b"", "Connection: keep-alive"))
-        assert read_response(kept_alive).status == 200
+        assert server.read(kept_alive).status == 200
         server.signal(number)
         wait_until_refused(server.port)
-        kept_alive.sendall(generate_bytes(GREETING))
-        assert_refused(read_response(kept_alive), 503, "stopping")
+        kept_alive.sendall(server.request(GREETING))
+        assert_refused(server.read(kept_alive), 503, "stopping")
         for stream in streams:
-            response = read_response(stream)
-            assert response.is_complete and len(response.messages()) == 800
+            response = server.read(stream)
+            assert response.is_complete, (response.raw[-800:], server.log)
+            assert len(response.texts()) == 800
         assert server.wait(10) == 0
         assert "Traceback" not in server.log
         assert_no_process_left(server)
@@ -258,12 +292,16 @@ def check_signal(number: signal.Signals) -> None:
 
 
 def test_case_o2_health_tells_the_truth_from_the_first_moment_to_the_last() -> None:
+    at_both_doors(check_health)
+
+
+def check_health(door: Door) -> None:
     with bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
     while_loading: list[int] = []
     with ThreadPoolExecutor(1) as pool:
         polling = pool.submit(poll_health, port, while_loading)
-        with running_server(*flags("--port", str(port)), module=FAULTY) as server:
+        with running_server(*flags("--port", str(port)), module=FAULTY, door=door) as server:
             polling.result(30)
             assert while_loading, "the server was looked at before it was ready"
             assert server.get("/health").status == 200
@@ -279,7 +317,7 @@ def test_case_o2_health_tells_the_truth_from_the_first_moment_to_the_last() -> N
                 for prompt in ("a !raise", "b !raise", "c !raise"):  # the third of the same error with another prompt
                     assert server.post({"prompt": prompt}).status == 500
                 assert_refused(server.get("/health"), 503, "restart")
-                assert not read_response(stream).is_complete
+                assert_cut(server.read(stream))
             assert server.wait(5) == 1
             assert INSIDES in server.log and "ERROR vllm_lite.entrypoints.lifecycle: the engine is dead" in server.log
 

@@ -94,6 +94,31 @@ def wait_until_refused(port: int) -> None:
     raise AssertionError("the port is still open")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_reads_slowly_gets_the_end_of_its_answer_from_a_server_that_stops(
+    door: Door, is_stream: bool
+) -> None:
+    """What the system does not take waits in the process, which must not end before it is sent."""
+    fields: dict[str, Any] = {
+        "prompt": "a",
+        "max_tokens": 400,
+        "stream": is_stream,
+        **(door.deltas if is_stream else {}),
+    }
+    with running_server(script={"pieces": ["x" * 1000]}, door=door) as server, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+        reader.settimeout(30)
+        reader.connect(("127.0.0.1", server.port))
+        reader.sendall(server.request(fields))
+        received = bytearray(reader.recv(4096))
+        server.signal(signal.SIGTERM)
+        while data := reader.recv(4096):
+            received += data
+            time.sleep(0.001)
+        assert received.count(b"x" * 1000) == 400
+        assert server.wait(10) == 0
+
+
 def test_requests_beyond_the_grace_time_end_cleanly(door: Door) -> None:
     with running_server("--shutdown-grace-s", "0.3", "--max-num-seqs", "2", door=door) as server:
         bodies = [{**ENDLESS, "stream": True}, ENDLESS]

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.helpers.byte_tokenizer import ByteTokenizer
+from tests.helpers.doors import NATIVE, OPENAI, Door
 from tests.helpers.engine_fakes import FakeExecutor, make_engine
 from tests.helpers.fake_server import FakeModel
 from tests.helpers.server import sample_name
@@ -27,6 +28,7 @@ from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.sequence import Request
 from vllm_lite.engine.statistics import BOUNDS_S
 from vllm_lite.engine.step import StepInput, StepOutput
+from vllm_lite.entrypoints.openai.program import make_openai_app
 from vllm_lite.entrypoints.refusals import STATUSES
 from vllm_lite.entrypoints.request_service import RequestService, ServerState
 from vllm_lite.entrypoints.routes import make_native_app
@@ -68,22 +70,23 @@ class Service:
     """A server and its client."""
 
     def __init__(
-        self, client: TestClient[Any, Any], engine: AsyncLLMEngine, executor: Executor, key: str | None
+        self, client: TestClient[Any, Any], engine: AsyncLLMEngine, executor: Executor, key: str | None, path: str
     ) -> None:
         self.executor = executor
+        self.path = path
         self.engine = engine
         self.key = {"Authorization": f"Bearer {key}"}
         self._client = client
 
     async def post(self, fields: dict[str, Any]) -> int:
-        async with self._client.post("/generate", json={**GREEDY, **fields}) as response:
+        async with self._client.post(self.path, json={**GREEDY, **fields}) as response:
             await response.read()
             return response.status
 
     async def ask(
-        self, method: str, headers: dict[str, str], body: bytes | io.BytesIO | None = None, path: str = "/generate"
+        self, method: str, headers: dict[str, str], body: bytes | io.BytesIO | None = None, path: str | None = None
     ) -> int:
-        async with self._client.request(method, path, data=body, headers=headers) as response:
+        async with self._client.request(method, path or self.path, data=body, headers=headers) as response:
             await response.read()
             return response.status
 
@@ -109,18 +112,22 @@ class Service:
 
 @asynccontextmanager
 async def running(
-    model_name: str = "tiny", state: ServerState | None = None, llm_engine: LLMEngine | None = None, **config: Any
+    door: Door = NATIVE,
+    model_name: str = "tiny",
+    state: ServerState | None = None,
+    llm_engine: LLMEngine | None = None,
+    **config: Any,
 ) -> AsyncGenerator[Service, None]:
     executor = Executor()
     engine = AsyncLLMEngine(llm_engine or make_engine(), executor)
     service = RequestService(
         FakeModel(engine, model_name), state or ServerState(), EngineConfig(), ServerConfig(**config)
     )
-    server = TestServer(make_native_app(service))
+    server = TestServer((make_native_app if door is NATIVE else make_openai_app)(service))
     await server.start_server()
     engine.start()
     async with TestClient(server) as client:
-        yield Service(client, engine, executor, config.get("api_key"))
+        yield Service(client, engine, executor, config.get("api_key"), door.path)
     await engine.stop()
 
 
@@ -143,8 +150,8 @@ async def leave_in_mid_step(service: Service) -> None:
     await wait_until(lambda: service.engine.stats().num_running == 0)
 
 
-async def test_every_request_is_counted_as_what_became_of_it() -> None:
-    async with running() as service:
+async def test_every_request_is_counted_as_what_became_of_it(door: Door) -> None:
+    async with running(door) as service:
         assert await service.post({"prompt": PROMPT, "max_tokens": 5}) == 200
         assert await service.post({"prompt": PROMPT, "max_tokens": 7, "stream": True}) == 200
         assert await service.post({"prompt": "stop", "max_tokens": 7, "stop_token_ids": ANY_TOKEN}) == 200
@@ -184,9 +191,9 @@ async def test_every_request_is_counted_as_what_became_of_it() -> None:
     assert {name: value for name, value in metrics.items() if "_bucket" not in name and "_sum" not in name} == expected
 
 
-async def test_every_refusal_is_counted_once_by_its_status() -> None:
+async def test_every_refusal_is_counted_once_by_its_status(door: Door) -> None:
     state = ServerState()
-    async with running(state=state, api_key="key", max_body_mib=1, request_timeout_s=0.2) as service:
+    async with running(door, state=state, api_key="key", max_body_mib=1, request_timeout_s=0.2) as service:
         key = service.key
         body = json.dumps({"prompt": PROMPT, "max_tokens": 2, **GREEDY}).encode()
         assert await service.ask("POST", key, body) == 200
@@ -204,18 +211,18 @@ async def test_every_refusal_is_counted_once_by_its_status() -> None:
     assert counts["num_requests_accepted_total"] == 1
 
 
-async def test_preflights_and_other_paths_are_no_refusals() -> None:
-    async with running(allowed_origins=("http://page.example",)) as service:
+async def test_preflights_and_other_paths_are_no_refusals(door: Door) -> None:
+    async with running(door, allowed_origins=("http://page.example",)) as service:
         page = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
         assert await service.ask("OPTIONS", page) == 204
         assert await service.ask("GET", {}, path="/nothing") == 404
         assert await service.refused() == {}
 
 
-async def test_clients_that_leave_before_their_request_is_queued_are_counted() -> None:
-    async with running() as service:
+async def test_clients_that_leave_before_their_request_is_queued_are_counted(door: Door) -> None:
+    async with running(door) as service:
         _, writer = await service.connect()
-        writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{" % door.path.encode())
         await writer.drain()
         assert await service.post({"prompt": PROMPT, "max_tokens": 1}) == 200  # the other one has been seen by now
         writer.close()
@@ -224,9 +231,19 @@ async def test_clients_that_leave_before_their_request_is_queued_are_counted() -
         assert (await service.metrics())["num_requests_accepted_total"] == 2
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "details": True}])
+@pytest.mark.parametrize(
+    "door, fields",
+    [
+        (NATIVE, {}),
+        (NATIVE, {"stream": True}),
+        (NATIVE, {"stream": True, "details": True}),
+        (OPENAI, {}),
+        (OPENAI, {"stream": True}),
+        (OPENAI, {"prompt": ["a", "b"]}),
+    ],
+)
 async def test_what_ends_while_it_is_tokenised_is_refused(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    door: Door, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm_engine, is_over = make_engine(), threading.Event()
     prepare = llm_engine.prepare
@@ -236,7 +253,7 @@ async def test_what_ends_while_it_is_tokenised_is_refused(
         return prepare(*arguments, **keywords)
 
     monkeypatch.setattr(llm_engine, "prepare", prepare_late)
-    async with running(llm_engine=llm_engine, request_timeout_s=0.05) as service:
+    async with running(door, llm_engine=llm_engine, request_timeout_s=0.05) as service:
         abort = service.engine.abort
 
         def abort_and_go_on(request_id: str) -> None:
@@ -250,8 +267,8 @@ async def test_what_ends_while_it_is_tokenised_is_refused(
         assert (await service.metrics())["num_requests_accepted_total"] == 0
 
 
-async def test_a_full_queue_and_a_dead_engine_refuse_what_they_did_not_accept() -> None:
-    async with running(max_waiting_requests=1) as service:
+async def test_a_full_queue_and_a_dead_engine_refuse_what_they_did_not_accept(door: Door) -> None:
+    async with running(door, max_waiting_requests=1) as service:
         service.executor.may_end.clear()
         first = asyncio.create_task(service.post({"prompt": "a", "max_tokens": 2}))
         await wait_until(lambda: service.engine.stats().num_running == 1)
@@ -265,6 +282,48 @@ async def test_a_full_queue_and_a_dead_engine_refuse_what_they_did_not_accept() 
         assert await service.refused() == {"503": 2}
         metrics = await service.metrics()
         assert metrics["num_requests_accepted_total"] == metrics["num_requests_failed_total"] == 3
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_each_prompt_of_a_list_is_counted_as_a_request(is_stream: bool) -> None:
+    async with running(OPENAI, max_waiting_requests=4) as service:
+        assert await service.post({"prompt": ["a", "bc", "def"], "max_tokens": 5, "n": 2, "temperature": 1}) == 200
+        metrics = await service.metrics()
+        assert metrics["num_requests_accepted_total"] == metrics['request_success_total{finished_reason="length"}'] == 3
+        assert metrics["prompt_tokens_total"] == 1 + 2 + 3
+        assert metrics["generation_tokens_total"] == 3 * 2 * 5
+        assert await service.post({"prompt": ["a", "fails!"], "max_tokens": 50, "stream": is_stream}) == 500
+        metrics = await service.metrics()
+        assert metrics["num_requests_accepted_total"] == 3 + 2
+        assert metrics["num_requests_failed_total"] + metrics["num_requests_aborted_total"] == 2
+        assert await service.refused() == {}
+
+
+async def test_a_list_of_which_nothing_was_queued_is_one_refused_request() -> None:
+    async with running(OPENAI, max_waiting_requests=4) as service:
+        assert await service.post({"prompt": ["a", 7]}) == 400
+        assert await service.post({"prompt": ["x" * 600, "x" * 700]}) == 400
+        service.executor.may_end.clear()
+        first = asyncio.create_task(service.post({"prompt": ["a", "b", "c"], "max_tokens": 2}))
+        await wait_until(lambda: service.engine.stats().num_accepted == 3)
+        assert await service.post({"prompt": ["a"] * 5}) == 400
+        assert await service.refused() == {"400": 3}
+        service.executor.may_end.set()
+        assert await first == 200
+
+
+async def test_what_was_queued_of_a_list_with_a_mistake_is_aborted() -> None:
+    """The list is refused whole, and every one of its prompts is counted at most once."""
+    async with running(OPENAI) as service:
+        service.executor.may_end.clear()
+        refused = asyncio.create_task(service.post({"prompt": ["a", "x" * 600, "b"], "max_tokens": 5}))
+        assert await asyncio.wait_for(refused, PATIENCE_S) == 400
+        service.executor.may_end.set()
+        await wait_until(lambda: service.engine.stats().num_running == 0)
+        metrics = await service.metrics()
+        num_accepted = metrics["num_requests_accepted_total"]
+        assert metrics["num_requests_aborted_total"] == num_accepted <= 2
+        assert await service.refused() == ({} if num_accepted else {"400": 1})
 
 
 async def test_gauges_tell_what_happens_now() -> None:
@@ -315,7 +374,7 @@ async def test_labels_name_the_model_and_do_not_grow() -> None:
 
 
 async def test_any_folder_can_be_the_name_of_a_model() -> None:
-    async with running('/models/\udcff"\n\\') as service:
+    async with running(model_name='/models/\udcff"\n\\') as service:
         assert {sample.labels["model_name"] for sample in await service.samples()} == {'/models/?"\n\\'}
 
 

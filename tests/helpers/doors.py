@@ -17,8 +17,8 @@ class Door:
 
     name: str
     module: str
-    fake_flags: tuple[str, ...]
-    """What makes the fake server speak it."""
+    test_flags: tuple[str, ...]
+    """What makes a server of the tests speak it."""
     path: str
     deltas: Mapping[str, bool]
     """Fields that make the messages of a stream hold new text alone."""
@@ -61,7 +61,7 @@ def _openai_failure(body: Any) -> str:
 NATIVE = Door(
     name="native",
     module="vllm_lite.entrypoints.api_server",
-    fake_flags=(),
+    test_flags=(),
     path="/generate",
     deltas={"stream_deltas": True},
     text=lambda answer: str(answer["text"][0]),
@@ -71,7 +71,7 @@ NATIVE = Door(
 OPENAI = Door(
     name="openai",
     module="vllm_lite.entrypoints.openai.api_server",
-    fake_flags=("--openai",),
+    test_flags=("--openai",),
     path="/v1/completions",
     deltas={},
     text=lambda answer: str(answer["choices"][0]["text"]),

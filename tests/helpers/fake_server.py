@@ -22,7 +22,7 @@ from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
-from vllm_lite.entrypoints.launch import main
+from vllm_lite.entrypoints.launch import ServerProgram, main
 from vllm_lite.entrypoints.openai.program import OPENAI
 from vllm_lite.entrypoints.routes import NATIVE
 from vllm_lite.entrypoints.served_engine import ServedEngine
@@ -198,9 +198,14 @@ def _delta(
     return RequestDelta(request_id, outputs, finished=reason is not None)
 
 
-def run(arguments: list[str]) -> int:
+def take_program(arguments: list[str]) -> tuple[ServerProgram, list[str]]:
+    """The server that a command line of the tests' own chooses, and what is left of it."""
     program = OPENAI if OPENAI_FLAG in arguments else NATIVE
-    arguments = [argument for argument in arguments if argument != OPENAI_FLAG]
+    return program, [argument for argument in arguments if argument != OPENAI_FLAG]
+
+
+def run(arguments: list[str]) -> int:
+    program, arguments = take_program(arguments)
     script: dict[str, Any] = {}
     if "--script" in arguments:
         at = arguments.index("--script")

@@ -1,8 +1,9 @@
 """The real server and the real engine, whose executor and tokenizer fail where a prompt says so.
 
-Run as a module with the real command line and a checkpoint with the tests' byte tokenizer. A prompt may end in a mark:
-`!raise` (the step that computes its end raises), `!raise=3` (the third step after that does), so too `!memory`, `!oom`,
-`!sleep` and `!lock` (the step never ends); `!encode` (tokenising raises), `!decode` (decoding its first token does).
+Run as a module with the real command line and a checkpoint with the tests' byte tokenizer, and with `--openai` for the
+server of OpenAI's protocol. A prompt may end in a mark: `!raise` (the step that computes its end raises), `!raise=3`
+(the third step after that does), so too `!memory`, `!oom`, `!sleep` and `!lock` (the step never ends); `!encode`
+(tokenising raises), `!decode` (decoding its first token does).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tests.helpers.fake_server import take_program
 from vllm_lite.build import BuiltEngine, build_parts
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
@@ -23,7 +25,6 @@ from vllm_lite.engine.llm_engine import Executor, LLMEngine
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.entrypoints.launch import main
-from vllm_lite.entrypoints.routes import NATIVE
 
 INSIDES = "0xdeadbeef in /opt/insides.cpp:42"
 """In the messages of all errors: for the log, and not for clients."""
@@ -100,4 +101,5 @@ def build(config: EngineConfig) -> BuiltEngine:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], build, NATIVE))
+    chosen, words = take_program(sys.argv[1:])
+    sys.exit(main(words, build, chosen))

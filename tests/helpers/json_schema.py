@@ -41,6 +41,7 @@ OTHERS = {
     "pattern",
 }
 
+A_MESSAGE = {"role": "user", "content": "s"}
 VALUES_OF_ALL_TYPES: list[Any] = [
     None,
     True,
@@ -92,10 +93,10 @@ def examples(schema: dict[str, Any]) -> Iterator[Any]:
         yield from examples(choice)
     yield from schema.get("enum", ())
     if isinstance(items := schema.get("items"), dict):
-        entry = next(one for one in ("s", 1) if allows(items, one))
-        for key in ("minItems", "maxItems"):
-            yield from ([entry] * max(0, schema[key] + step) for step in (-1, 0, 1) if key in schema)
-        yield from ([entry, one] for one in examples(items))
+        for entry in [one for one in ("s", 1, A_MESSAGE) if allows(items, one)][:1]:
+            for key in ("minItems", "maxItems"):
+                yield from ([entry] * max(0, schema[key] + step) for step in (-1, 0, 1) if key in schema)
+            yield from ([entry, one] for one in examples(items))
     if isinstance(values := schema.get("additionalProperties"), dict):
         yield from ({str(key): 1 for key in range(schema["maxProperties"] + step)} for step in (-1, 0, 1))
         yield from ({"5": one} for one in examples(values))

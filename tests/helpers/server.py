@@ -138,10 +138,11 @@ def running_server(
 ) -> Iterator[Server]:
     """Starts a server on a free port and ends it afterwards; `script` is for the fake engine alone.
 
+    `module` is REAL, which stands for the door's own, or a server of the tests, which is told what to speak.
     `api_key` is what its environment has for the key: that of the developer's own servers is not passed on.
     """
     module = door.module if module == REAL else module
-    command = [sys.executable, "-m", module, "--port", "0", *flags, *(door.fake_flags if module == FAKE else ())]
+    command = [sys.executable, "-m", module, "--port", "0", *flags, *(() if module == door.module else door.test_flags)]
     if script is not None:
         command += ["--script", json.dumps(script)]
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -26,10 +26,11 @@ from vllm_lite.errors import StartupError
 logger = logging.getLogger(__name__)
 
 ALIVE_CHECK_S = 0.1
+SENT_CHECK_S = 0.01
 DEAD_NOTICE_S = 2.0
 """How long `/health` says 503 before the process of a dead engine exits: probes come about once a second."""
 HANDLER_GRACE_S = 1.0
-"""How long handlers get to write what they have once the engine has nothing left for them."""
+"""How long handlers get to write what they have once the engine has nothing left for them, and then clients to read."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -71,7 +72,10 @@ async def serve(
             await _wait(is_told_to_stop, DEAD_NOTICE_S)
         exit_code = 0 if engine.is_alive else 1
     finally:
+        assert runner.server is not None, "the runner has been set up"
+        transports = [connection.transport for connection in runner.server.connections]
         await runner.cleanup()
+        await _until_sent([transport for transport in transports if transport is not None])
         await engine.stop()
         watchdog.cancel()
     logger.info("stopped")
@@ -134,6 +138,14 @@ async def _finish_requests(engine: ServedEngine, grace_s: float) -> None:
     num_requests = stats.num_running + stats.num_waiting
     logger.info("stopping: %d requests get %g s to finish; a second signal ends the process", num_requests, grace_s)
     await engine.drain(grace_s)
+
+
+async def _until_sent(transports: Sequence[asyncio.Transport]) -> None:
+    """Closing a connection leaves what waits in its buffer to the event loop, which is about to end."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + HANDLER_GRACE_S
+    while any(transport.get_write_buffer_size() for transport in transports) and loop.time() < end_s:
+        await asyncio.sleep(SENT_CHECK_S)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
