@@ -2,8 +2,8 @@
 
 Run as a module with the real command line and, on top of it, `--openai` for the server of OpenAI's protocol and
 `--script` with JSON (`run` has the keys). A prompt may begin with words such as `!fail=3` (fail the request after 3
-tokens), `!die=3` (kill the engine), `!delay=0.1` (seconds a token), `!tokenise=0.1` (seconds before it is queued),
-`!refuse` (then it is not).
+tokens; so do those of `FAULTS`, each with an error of its own), `!die=3` (kill the engine), `!delay=0.1` (seconds a
+token), `!tokenise=0.1` (seconds before it is queued), `!refuse` (then it is not).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiohttp import web
+
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.config import EngineConfig
@@ -26,12 +28,22 @@ from vllm_lite.entrypoints.launch import ServerProgram, main
 from vllm_lite.entrypoints.openai.program import OPENAI
 from vllm_lite.entrypoints.routes import NATIVE
 from vllm_lite.entrypoints.served_engine import ServedEngine
-from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
+from vllm_lite.errors import EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, FinishReason, Outcome, RequestDelta, RequestTally
 from vllm_lite.sampling_params import SamplingParams
 
 PIECES = [" Hi", " é", "", "\n", "\0", '"', "\\", " 你好", "😀", "</s>", "\u2028", " end"]
 """The script: pieces of text, one a token, over and over. One is empty, as a token's is that is held back."""
+INSIDES = "0xdeadbeef"
+FAULTS: dict[str, Callable[[], Exception]] = {
+    "fail": lambda: RequestFailedError("the step of this request failed."),
+    "dead": lambda: EngineDeadError("the engine is dead."),
+    "mistake": lambda: RequestError("prompt is a mistake.", "prompt"),
+    "overload": lambda: OverloadedError("too many."),
+    "http": lambda: web.HTTPNotFound(),
+    "crash": lambda: RuntimeError(INSIDES),
+    "late": lambda: asyncio.TimeoutError(INSIDES),
+}
 MAX_PROMPT_CHARS = 2_000_000
 NUM_BLOCKS = 64
 OPENAI_FLAG = "--openai"
@@ -151,8 +163,9 @@ class FakeEngine:
         options = _options(prompt)
         for k, piece in enumerate(itertools.islice(itertools.cycle(self.pieces), params.max_tokens)):
             await asyncio.sleep(float(options.get("delay", self.delay_s)))
-            if k == int(options.get("fail", -1)):
-                raise RequestFailedError("the step of this request failed.")
+            for fault in FAULTS:
+                if k == int(options.get(fault, -1)):
+                    raise FAULTS[fault]()
             if k == int(options.get("die", -1)):
                 self.is_alive = False
             if not self.is_alive:

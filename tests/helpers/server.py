@@ -45,7 +45,7 @@ class Response:
     body: bytes
     chunks: list[bytes]
     is_complete: bool
-    """Whether the body ended as its headers announced."""
+    """Whether the body ended as its headers announced; where they announce nothing, in no reset."""
     raw: bytes
     door: Door = NATIVE
 
@@ -224,6 +224,7 @@ class _Reader:
         self._connection = connection
         self.raw = b""
         self.position = 0
+        self.was_reset = False
 
     def until(self, end: bytes) -> bytes | None:
         """Bytes up to and without `end`; None where the connection ends before."""
@@ -250,6 +251,7 @@ class _Reader:
         try:
             data = self._connection.recv(65536)
         except ConnectionResetError:
+            self.was_reset = True
             return False
         self.raw += data
         return bool(data)
@@ -271,7 +273,7 @@ def read_response(connection: socket.socket, door: Door = NATIVE) -> Response:
         body = reader.exactly(int(headers["content-length"]))
         is_complete = body is not None
     else:
-        body, is_complete = reader.rest(), True
+        body, is_complete = reader.rest(), not reader.was_reset
     return Response(int(status_line.split(" ")[1]), headers, body or b"", chunks, is_complete, reader.raw, door)
 
 

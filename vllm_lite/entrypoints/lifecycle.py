@@ -83,7 +83,7 @@ async def serve(
 
 
 async def _listen(
-    runner: web.AppRunner, shape: FailureShape, head_limit_s: float, sock: socket.socket, tls: ssl.SSLContext | None
+    runner: web.AppRunner, shape: FailureShape, slow_client_s: float, sock: socket.socket, tls: ssl.SSLContext | None
 ) -> asyncio.Server:
     """As `web.SockSite` does it, which has no place for a kind of connection of our own."""
     loop, server = asyncio.get_running_loop(), runner.server
@@ -93,7 +93,7 @@ async def _listen(
     options: dict[str, Any] = {"auto_decompress": False, "access_log": None, "logger": _http_logger()}
 
     def connect() -> HttpConnection:
-        return HttpConnection(server, shape, head_limit_s, loop=loop, **options)
+        return HttpConnection(server, shape, slow_client_s, loop=loop, **options)
 
     allow_early_reuse(sock)
     limit_unsent(sock)

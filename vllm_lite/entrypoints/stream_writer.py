@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 
 from aiohttp import HttpVersion11, web
 
-from vllm_lite.entrypoints.failures import CutShortError
+from vllm_lite.entrypoints.failures import ENGINE_ERRORS, CutShortError
+from vllm_lite.entrypoints.request_id import current_request_id
 from vllm_lite.entrypoints.request_log import RequestRecord
-from vllm_lite.entrypoints.stalled_readers import write_or_cut
+from vllm_lite.entrypoints.stalled_readers import reset_at_close, write_or_cut
 from vllm_lite.errors import EngineDeadError, RequestFailedError
+
+logger = logging.getLogger(__name__)
 
 UNBUFFERED = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect the messages
 }
 """Headers of every stream."""
+EXPECTED = (RequestFailedError, EngineDeadError, CutShortError)
+"""What may end a stream that has begun; where it comes from is in the log already."""
 
 
 class StreamWriter(AbstractAsyncContextManager["StreamWriter"]):
     """Sends nothing, not even a header, before the first message: until then a failure has a status of its own.
 
-    As a context manager it takes note of clients that leave. Where the request fails after its first message, the
-    connection ends without its last chunk, for a stream without its end is how a client of HTTP sees that it failed;
-    before that goes what `last_words` makes of the error.
+    As a context manager it takes note of clients that leave. Where the request fails after its first message, by
+    whatever error, the connection ends without its last chunk, for a stream without its end is how a client of HTTP
+    sees that it failed; before that goes what `last_words` makes of the error. HTTP/1.0 has no chunks: there the end of
+    the connection is the end of the stream, and only a reset is an error, so that any end but the right one is a reset.
     """
 
     def __init__(
@@ -38,7 +45,8 @@ class StreamWriter(AbstractAsyncContextManager["StreamWriter"]):
         last_words: Callable[[Exception], bytes] | None = None,
     ) -> None:
         self.response = web.StreamResponse(headers=headers)
-        if request.version < HttpVersion11:  # which has no chunks: the end of the connection is the end of the stream
+        self._has_chunks = request.version >= HttpVersion11
+        if not self._has_chunks:
             self.response.force_close()
         self._request = request
         self._record = record
@@ -53,26 +61,41 @@ class StreamWriter(AbstractAsyncContextManager["StreamWriter"]):
     async def write(self, message: bytes) -> None:
         """Raises ConnectionResetError where nobody is left to read."""
         if not self.response.prepared:
+            self._make_end_an_error(True)
             await self.response.prepare(self._request)
         await write_or_cut(self._request, self.response, message, self._slow_client_s)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        if isinstance(error, ConnectionResetError):
+        if error is None:
+            self._make_end_an_error(False)
+            return False
+        if isinstance(error, ConnectionError):
             self._record.error = error
             return True
-        if isinstance(error, (RequestFailedError, EngineDeadError, CutShortError)) and self.response.prepared:
+        if isinstance(error, Exception) and self.response.prepared:  # no answer but this one can be sent any more
             self._record.error = error
+            if not isinstance(error, EXPECTED):
+                logger.error("request %s: an error in mid-stream", current_request_id(), exc_info=error)
             await self._fail(error)
             return True
         return False
 
     async def _fail(self, error: Exception) -> None:
         if self._last_words is not None:
+            known = error if isinstance(error, ENGINE_ERRORS) else RequestFailedError("internal error.")
             try:
-                await self.write(self._last_words(error))
-            except ConnectionResetError:
+                await self.write(self._last_words(known))
+            except ConnectionError:
                 return
         if self._request.transport is not None:
-            self._request.transport.close()
+            if self._has_chunks:
+                self._request.transport.close()
+            else:
+                self._request.transport.abort()
+
+    def _make_end_an_error(self, is_error: bool) -> None:
+        """Where nothing but the end of the connection tells the end of the stream."""
+        if not self._has_chunks and self._request.transport is not None:
+            reset_at_close(self._request.transport, is_error)
