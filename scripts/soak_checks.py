@@ -35,11 +35,10 @@ LINE = re.compile(
 _STATUS_OF_WORDS = [
     (re.compile("client left$"), CLIENT_LEFT),
     (re.compile("timed out$"), 504),
-    (re.compile("refused: .* requests are waiting already"), 503),
+    (re.compile("refused: '[0-9]+ requests are waiting already|refused: 'the server is stopping;|unfinished$"), 503),
     (re.compile("refused: 'Request Entity Too Large'"), 413),
     (re.compile("refused: 'Request Timeout'"), 408),
     (re.compile("refused: "), 400),
-    (re.compile("unfinished$|failed: 'the server is stopping"), 503),
     (re.compile("failed: "), 500),
 ]
 """What a request that was not queued was answered, by the beginning of the words at the end of its line."""

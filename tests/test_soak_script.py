@@ -160,7 +160,7 @@ def test_lines_of_the_log_are_read(
         ("timed out", 504),
         ("unfinished", 503),
         ("refused: '24 requests are waiting already (--max-waiting-requests); try later.'", 503),
-        ("failed: 'the server is stopping; send the request to another one or wait for its restart.'", 503),
+        ("refused: 'the server is stopping; send the request to another one or wait for its restart.'", 503),
         ("failed: 'no such thing'", 500),
         ("refused: 'Request Entity Too Large'", 413),
         ("refused: 'Request Timeout'", 408),
