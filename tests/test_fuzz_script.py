@@ -75,7 +75,7 @@ def test_valid_cases_of_the_openai_protocol_are(path: str) -> None:
         if path.endswith("/chat/completions"):
             parse_chat_request(body).chat.rendered(TEMPLATE)
         else:
-            parse_completion_request(body, 4)
+            parse_completion_request(body, ServerConfig().max_waiting_requests)
         assert allows(OPENAI[path], json.loads(body))
     used = {name for body in bodies for name in json.loads(body)}
     assert set(OPENAI[path]["properties"]) - used == {"best_of", "model"}

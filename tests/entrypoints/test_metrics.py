@@ -286,7 +286,7 @@ async def test_a_full_queue_and_a_dead_engine_refuse_what_they_did_not_accept(do
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_each_prompt_of_a_list_is_counted_as_a_request(is_stream: bool) -> None:
-    async with running(OPENAI, max_waiting_requests=4) as service:
+    async with running(OPENAI) as service:
         assert await service.post({"prompt": ["a", "bc", "def"], "max_tokens": 5, "n": 2, "temperature": 1}) == 200
         metrics = await service.metrics()
         assert metrics["num_requests_accepted_total"] == metrics['request_success_total{finished_reason="length"}'] == 3
