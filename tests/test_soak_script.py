@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from scripts import soak, soak_checks, soak_run
+from scripts import soak_checks
 from scripts.soak_checks import Line, Solo, parse_line
 from scripts.soak_client import Body, Client, Result
 from scripts.soak_judge import Circumstances, judge, wrong_lines
@@ -37,23 +37,6 @@ STOP = 'request_success_total{finished_reason="stop"}'
 
 def refused(status: int) -> str:
     return f'num_requests_refused_total{{status="{status}"}}'
-
-
-def test_a_real_server_stands_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    # Whether memory is flat takes more than seconds to tell.
-    monkeypatch.setattr(soak_run, "wrong_memory", lambda early, late: None)
-    exit_code = soak.main(["--seconds", "12", "--seed", "1", "--pool", "36", "--json", "soak.json"])
-    printed = capsys.readouterr().out
-    assert exit_code == 0, printed
-    found = json.loads(Path("soak.json").read_text())
-    figures = found["figures"]
-    assert figures["wrong answers"] == figures["hangs"] == figures["tracebacks"] == 0
-    assert figures["answered right"] > 50 and figures["aborted"] > 5
-    assert min(figures["RSS at the end, MiB"], figures["generated tokens"]) > 100
-    assert len(figures["file descriptors at quiet moments"]) == 1
-    assert found["lives"][0]["metrics"][ACCEPTED] > 50
-    assert {one["outcome"] for one in found["counts"]} >= {"right", "left", "400", "413"}
 
 
 def test_visits_depend_on_seed_and_number_alone_and_requests_are_valid() -> None:
