@@ -50,7 +50,12 @@ def judge(result: Result, solo: Solo | None, now: Circumstances) -> tuple[str, s
     if result.outcome == "hung":
         return "hung", f"the client waited for more than {HANG_S:g} s"
     if result.outcome != "answered":
-        if status == 200 and (wrong := wrong_beginning(visit.asked, solo, result.body)) is not None:
+        wrong = wrong_beginning(visit.asked, solo, result.body) if status == 200 else None
+        if (
+            wrong is not None and visit.asked.is_stream and now.may_end_early
+        ):  # it may have been ended before it was left
+            wrong = wrong_beginning(visit.asked, solo, result.body, is_ended_early=True)
+        if wrong is not None:
             return "wrong", wrong
         is_right = result.outcome == "left" or now.is_stopping or visit.way in MAY_BE_CUT
         return result.outcome, None if is_right else f"the connection ended: {result.outcome}"

@@ -78,7 +78,7 @@ def test_serve_then_paste_the_ready_line(tmp_path: Path) -> None:
 def test_the_openai_example_runs(tmp_path: Path) -> None:
     code = re.search(r"<!-- openai example -->\n```python\n(.*?)```", README, flags=re.DOTALL)
     assert code
-    with running([str(ROOT / "scripts" / "serve"), "--openai", "--port", "0"], tmp_path) as ready_line:
+    with running([str(ROOT / "scripts" / "serve"), "--port", "0", "--openai"], tmp_path) as ready_line:
         command = ready_line[ready_line.index("curl ") :]
         result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
         assert "Paris" in json.loads(result.stdout)["choices"][0]["text"]

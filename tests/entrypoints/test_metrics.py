@@ -219,8 +219,11 @@ async def test_preflights_and_other_paths_are_no_refusals(door: Door) -> None:
         assert await service.refused() == {}
 
 
-async def test_clients_that_leave_before_their_request_is_queued_are_counted(door: Door) -> None:
-    async with running(door) as service:
+@pytest.mark.parametrize("time_limit_s", [None, 600.0])
+async def test_clients_that_leave_before_their_request_is_queued_are_counted(
+    door: Door, time_limit_s: float | None
+) -> None:
+    async with running(door, request_timeout_s=time_limit_s) as service:
         _, writer = await service.connect()
         writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{" % door.path.encode())
         await writer.drain()

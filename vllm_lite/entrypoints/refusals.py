@@ -45,7 +45,7 @@ class Refusals:
             response = await handler(request)
             status = response.status
             return response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionError):  # the latter where the time of a body is limited
             status = CLIENT_LEFT
             raise
         finally:

@@ -78,8 +78,9 @@ def completion_schema(engine_config: EngineConfig, config: ServerConfig) -> Sche
     prompts = {"type": "array", "items": one, "minItems": 1, "maxItems": config.max_waiting_requests}
     params = bounded_params(engine_config)
     params["max_tokens"] = {**params["max_tokens"], "minimum": 0, "description": "null means 16; 0 only with echo."}
+    params["logprobs"] = {**params["logprobs"], "description": "The logprobs of the tokens and of this many others."}
     fields = {
-        "prompt": {"anyOf": [STRING, IDS, prompts]},
+        "prompt": {"anyOf": [STRING, IDS, prompts], "description": "Text or token ids, or a list of several."},
         "echo": {**FLAG, "default": False, "description": "Each choice begins with its prompt."},
         "add_special_tokens": {**FLAG, "default": True, "description": "As BOS; for prompts that are text."},
     }
@@ -91,7 +92,7 @@ def chat_schema(engine_config: EngineConfig) -> Schema:
     params = bounded_params(engine_config)
     params["max_tokens"] = {**params["max_tokens"], "default": None}
     top = {**params["logprobs"], "description": "Only with logprobs."}
-    params["logprobs"] = {**FLAG, "default": False}
+    params["logprobs"] = {**FLAG, "default": False, "description": "The logprob of each token of the answer."}
     text_part = object_of({"type": {"enum": ["text"]}, "text": STRING}, "type", "text")
     message = object_of(
         {
