@@ -105,10 +105,10 @@ def chat_schema(engine_config: EngineConfig) -> Schema:
         "content",
     )
     fields = {
-        "messages": {"type": "array", "items": message, "minItems": 1},
+        "messages": {"type": "array", "items": message, "minItems": 1, "description": "The chat so far, oldest first."},
         "max_completion_tokens": {**params["max_tokens"], "description": "Goes before max_tokens."},
         "top_logprobs": top,
-        "add_generation_prompt": {**FLAG, "default": True},
+        "add_generation_prompt": {**FLAG, "default": True, "description": "The assistant's next message begins."},
         "continue_final_message": {**FLAG, "default": False, "description": "Only without add_generation_prompt."},
         "chat_template_kwargs": {"type": ["object", "null"], "description": "Variables for the chat template."},
     }
@@ -124,7 +124,7 @@ def _request_schema(required: str, fields: Schema, params: Schema, refused: Sche
         "properties": {
             "model": {"type": ["string", "null"], "description": "null means the one there is."},
             **fields,
-            "stream": {**FLAG, "default": False},
+            "stream": {**FLAG, "default": False, "description": "Server-sent events instead of one answer."},
             "stream_options": {**options, "description": "Only with stream."},
             **{name: params[name] for name in PARAMS},
             **{name: {"description": "Without effect."} for name in WITHOUT_EFFECT},
@@ -135,7 +135,7 @@ def _request_schema(required: str, fields: Schema, params: Schema, refused: Sche
 
 def _refused(reasons: dict[str, str], harmless: dict[str, tuple[Any, ...]]) -> Schema:
     return {
-        name: {"enum": [None, *harmless.get(name, ())], "description": f"Nothing else: {reason}."}
+        name: {"enum": [None, *harmless.get(name, ())], "description": f"Not supported: {reason}."}
         for name, reason in reasons.items()
     }
 
