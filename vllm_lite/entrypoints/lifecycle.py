@@ -45,7 +45,7 @@ async def serve(
 ) -> int:
     """Serves until a signal comes or the engine dies; the exit code. `announce` gets the URL once the server listens.
 
-    Where the engine's `step_time_s` is no None afterwards, a thread is left that may never end. Raises StartupError if
+    Where the engine's `step_time_s` is not None afterwards, a thread is left that may never end. Raises StartupError if
     the port was taken after all.
     """
     engine, state = model.engine, ServerState()
