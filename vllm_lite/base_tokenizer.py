@@ -54,6 +54,7 @@ class BaseTokenizer(ABC):
         bound: TokenByteBound | None,
         chat_template: TemplateText = NO_TEMPLATE,
         special_tokens: Mapping[str, Any] = MappingProxyType({}),
+        is_quick: bool = True,
     ) -> None:
         """`bound` is None unless it is certain.
 
@@ -64,6 +65,7 @@ class BaseTokenizer(ABC):
         self.special_ids = special_ids
         self.chat_template = chat_template
         self.special_tokens = special_tokens
+        self.is_quick = is_quick
         self._bound = bound
 
     def min_num_tokens(self, text: str) -> int:

@@ -31,6 +31,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
             special_ids=frozenset(special | set(tokenizer.all_special_ids)),
             bound=token_byte_bound(tokenizer.backend_tokenizer) if tokenizer.is_fast else None,
             chat_template=chat_template,
+            is_quick=tokenizer.is_fast,
         )
         self.apply_chat_template = tokenizer.apply_chat_template
         self._tokenizer = tokenizer

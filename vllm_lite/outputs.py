@@ -74,6 +74,11 @@ class RequestDelta:
     prompt_logprobs: list[dict[int, float] | None] | None = None
     """In the first delta, where they are asked for."""
 
+    @property
+    def has_parents(self) -> bool:
+        """Whether its outputs are all the candidates that there are from now on."""
+        return any([output.parent is not None for output in self.outputs])  # a list: faster for one, as most have
+
 
 @dataclass(frozen=True)
 class RequestTally:
@@ -105,7 +110,7 @@ class CandidateTable(Generic[State]):
     def advance(self, delta: RequestDelta) -> Iterator[tuple[State, CompletionDelta]]:
         """What is known of each candidate that the delta has something for, to be changed accordingly."""
         states = self._states
-        if any(output.parent is not None for output in delta.outputs):  # it has all there are
+        if delta.has_parents:  # it has all there are
             self._states = {
                 output.index: self._copy(states[output.parent]) if output.parent in states else self._new()
                 for output in delta.outputs
@@ -119,6 +124,8 @@ class CandidateTable(Generic[State]):
 
     def best(self, count: int) -> list[State]:
         """Of the best candidates, the best first; of equal ones, that with the lower index."""
+        if len(self._states) == 1:  # for every message of most streams
+            return list(self._states.values())[:count]
         order = sorted(self._states, key=lambda index: (-self._scores[index], index))
         return [self._states[index] for index in order[:count]]
 

@@ -50,6 +50,8 @@ class GatedExecutor(FakeExecutor):
 
 
 class GatedTokenizer(ByteTokenizer):
+    is_quick = False
+
     def __init__(self) -> None:
         super().__init__()
         self.has_begun = threading.Event()
@@ -280,9 +282,10 @@ async def test_an_error_that_no_future_can_hold_fails_the_request_like_any_other
 
 
 class BrokenTokenizer(ByteTokenizer):
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, *, is_quick: bool) -> None:
         super().__init__()
         self.error = error
+        self.is_quick = is_quick
 
     def encode(self, text: str) -> list[int]:
         if text == "bad":
@@ -290,11 +293,12 @@ class BrokenTokenizer(ByteTokenizer):
         return super().encode(text)
 
 
+@pytest.mark.parametrize("is_quick", [True, False])
 @pytest.mark.parametrize("error", [KeyError("insides"), MemoryError("insides"), StopIteration("insides")])
 async def test_a_tokenizer_that_raises_fails_the_request_and_no_other(
-    error: BaseException, caplog: pytest.LogCaptureFixture
+    error: BaseException, is_quick: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(engine=LLMEngine(SETTINGS, BrokenTokenizer(error))) as engine:
+    async with running(engine=LLMEngine(SETTINGS, BrokenTokenizer(error, is_quick=is_quick))) as engine:
         good = asyncio.create_task(collect(engine, "good", "abc", greedy()))
         with pytest.raises(RequestFailedError, match="could not be tokenised") as raised:
             await asyncio.wait_for(collect(engine, "r", "bad", greedy()), PATIENCE_S)

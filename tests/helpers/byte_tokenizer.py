@@ -20,6 +20,8 @@ class ByteTokenizer:
     An extra token is only ever decoded: encoding text gives single bytes.
     """
 
+    is_quick = True
+
     def __init__(self, extra: Sequence[str] = ()) -> None:
         order = _byte_order()
         self.eos_token_id: int | None = 0

@@ -245,8 +245,16 @@ class AsyncLLMEngine:
         try:
             request = prepared
             if request is None:
-                prepare = partial(self._engine.prepare, request_id, prompt, prompt_token_ids, params)
-                request = await self._prepare(partial(prepare, add_special_tokens=add_special_tokens), request_id)
+                prepare = partial(
+                    self._engine.prepare,
+                    request_id,
+                    prompt,
+                    prompt_token_ids,
+                    params,
+                    add_special_tokens=add_special_tokens,
+                )
+                is_quick = self._engine.prepares_quickly(prompt, prompt_token_ids, params)
+                request = await self._prepare(prepare, request_id, is_quick=is_quick)
             if not stream.has_ended:
                 stream.request = request
                 self._engine.enqueue(request, arrival_time_s)
@@ -279,20 +287,26 @@ class AsyncLLMEngine:
             logger.exception("The engine is dead.")
             self._die(f"The engine is dead; {LOG_SAYS_WHY}", error)
 
-    async def _prepare(self, prepare: Callable[[], Request], request_id: str) -> Request:
-        """Tokenises on the pool. Raises RequestError, and RequestFailedError for what is not the caller's mistake."""
+    async def _prepare(self, prepare: Callable[[], Request], request_id: str, *, is_quick: bool) -> Request:
+        """Tokenises, on the pool where that takes long.
+
+        Raises RequestError, and RequestFailedError for what is not the caller's mistake.
+        """
+        try:
+            return _call(prepare) if is_quick else await self._on_pool(prepare)
+        except RequestError:
+            raise
+        except Exception as error:
+            logger.error("Request %s failed: its prompt could not be tokenised.", request_id, exc_info=error)
+            raise RequestFailedError(f"The prompt could not be tokenised; {LOG_SAYS_WHY}") from error
+
+    async def _on_pool(self, prepare: Callable[[], Request]) -> Request:
         preparing = asyncio.get_running_loop().run_in_executor(self._tokenise_pool, _call, prepare)
         try:
             await asyncio.wait([preparing])  # does not raise what it raised
         finally:
             preparing.cancel()  # where its caller has left; without effect once it has begun
-        error = preparing.exception()
-        if error is None:
-            return preparing.result()
-        if isinstance(error, RequestError):
-            raise error
-        logger.error("Request %s failed: its prompt could not be tokenised.", request_id, exc_info=error)
-        raise RequestFailedError(f"The prompt could not be tokenised; {LOG_SAYS_WHY}") from error
+        return preparing.result()
 
     async def _compute(self, step: StepInput) -> None:
         """Has a step executed and hands out what came of it."""

@@ -21,6 +21,10 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]:
         """The ids that `skip_special_tokens` hides."""
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether a short text is encoded in microseconds, whatever else is being encoded."""
+
     def min_num_tokens(self, text: str) -> int:
         """A prompt has at least this many tokens: cheap, and 0 where nothing is known. Never more than `encode` gives.
 

@@ -58,7 +58,7 @@ class Answer:
     def json(self, *, has_prompt_details: bool) -> bytes:
         """Everything so far. With details, those of the prompt only if they are to be there."""
         style, best = self._style, self._candidates.best(self._num_outputs)
-        fields = {"text": style.array(b"".join((b'"', self._prompt, one.text, b'"')) for one in best)}
+        fields = {"text": style.array([b"".join((b'"', self._prompt, one.text, b'"')) for one in best])}
         if self._has_details:
             fields |= self._details(best)
             if has_prompt_details and self._first is not None:

@@ -33,12 +33,13 @@ class JsonStyle:
 
     def object(self, fields: Mapping[str, bytes]) -> bytes:
         """Of values that are JSON; the keys must be plain ASCII."""
-        return b"{" + self.comma.join(b'"%b"' % key.encode() + self.colon + fields[key] for key in fields) + b"}"
+        pairs = [b'"%b"%b%b' % (key.encode(), self.colon, value) for key, value in fields.items()]
+        return b"{" + self.comma.join(pairs) + b"}"
 
 
 COMPACT = JsonStyle(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode, b",", b":")
 """As vLLM 0.2.7 wrote whole answers: in raw UTF-8."""
-SPACED = JsonStyle(json.dumps, b", ", b": ")
+SPACED = JsonStyle(json.JSONEncoder().encode, b", ", b": ")
 """As vLLM 0.2.7 wrote messages of a stream: in ASCII."""
 ESCAPED = JsonStyle(json.JSONEncoder(separators=(",", ":")).encode, b",", b":")
 """Compact and in ASCII, for streams of lines: some readers take U+2028 for the end of one."""

@@ -52,7 +52,7 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         """Takes note of what a step added."""
         if self._first_token_s is None and any(output.token_ids for output in delta.outputs):
             self._first_token_s = time.monotonic()
-        if any(output.parent is not None for output in delta.outputs):  # it has all the candidates there are now
+        if delta.has_parents:
             self._finish_reasons.pop(delta.request_id, None)
         reasons = self._finish_reasons.setdefault(delta.request_id, {})
         for output in delta.outputs:

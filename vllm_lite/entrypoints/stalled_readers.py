@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeGuard
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -55,14 +56,11 @@ def cut_when_stalled(request: web.Request, limit_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-async def write_or_cut(request: web.Request, response: web.StreamResponse, data: bytes, limit_s: float) -> None:
-    """Writes a part of a stream. A write that cannot wait, as most are, needs no timer."""
-    transport = request.transport
-    if transport is not None and not transport.get_write_buffer_size() and len(data) < SURELY_TAKEN:
-        await response.write(data)
-        return
-    with cut_when_stalled(request, limit_s):
-        await response.write(data)
+def takes_at_once(transport: asyncio.WriteTransport | None, num_bytes: int) -> TypeGuard[asyncio.WriteTransport]:
+    """Whether a connection is open and a write of so many bytes cannot wait, as with most: it needs no timer."""
+    if transport is None or transport.is_closing():
+        return False
+    return not transport.get_write_buffer_size() and num_bytes < SURELY_TAKEN
 
 
 def write_in_time(limit_s: float) -> Middleware:

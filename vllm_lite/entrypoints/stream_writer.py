@@ -12,7 +12,7 @@ from aiohttp import HttpVersion11, web
 from vllm_lite.entrypoints.failures import ENGINE_ERRORS, CutShortError
 from vllm_lite.entrypoints.request_id import current_request_id
 from vllm_lite.entrypoints.request_log import RequestRecord
-from vllm_lite.entrypoints.stalled_readers import reset_at_close, write_or_cut
+from vllm_lite.entrypoints.stalled_readers import cut_when_stalled, reset_at_close, takes_at_once
 from vllm_lite.errors import EngineDeadError, RequestFailedError
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class StreamWriter(AbstractAsyncContextManager["StreamWriter"]):
         last_words: Callable[[Exception], bytes] | None = None,
     ) -> None:
         self.response = web.StreamResponse(headers=headers)
+        self._has_begun = False
         self._has_chunks = request.version >= HttpVersion11
         if not self._has_chunks:
             self.response.force_close()
@@ -59,11 +60,18 @@ class StreamWriter(AbstractAsyncContextManager["StreamWriter"]):
         return self.response.prepared or self._record.error is not None
 
     async def write(self, message: bytes) -> None:
-        """Raises ConnectionResetError where nobody is left to read."""
-        if not self.response.prepared:
+        """Sends a message, which must not be empty. Raises ConnectionResetError where nobody is left to read."""
+        wire = self._request.transport
+        if self._has_begun and self._has_chunks and takes_at_once(wire, len(message)):
+            # What aiohttp would write, in a third of the time: this is done for each token of each stream.
+            wire.write(b"%x\r\n%b\r\n" % (len(message), message))
+            return
+        if not self._has_begun:
             self._make_end_an_error(True)
             await self.response.prepare(self._request)
-        await write_or_cut(self._request, self.response, message, self._slow_client_s)
+            self._has_begun = True
+        with cut_when_stalled(self._request, self._slow_client_s):
+            await self.response.write(message)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -85,10 +85,9 @@ def is_message(delta: RequestDelta, *, has_details: bool = False) -> bool:
 
     Beams may change places without a new token.
     """
-    return any(
-        output.token_ids
-        or output.text
-        or output.parent is not None
-        or (has_details and output.finish_reason is not None)
-        for output in delta.outputs
-    )
+    for output in delta.outputs:  # a loop, for every token: `any` takes twice the time
+        if output.token_ids or output.text or output.parent is not None:
+            return True
+        if has_details and output.finish_reason is not None:
+            return True
+    return False
