@@ -35,6 +35,7 @@ class SilentTokenizer:
     vocab_size = VOCAB_SIZE
     eos_token_id: int | None = None
     special_ids: frozenset[int] = frozenset()
+    is_quick = True
 
     def min_num_tokens(self, text: str) -> int:
         """Nothing is known."""

@@ -92,6 +92,8 @@ class RequestTally:
     """Of all candidates and beams, whether or not anybody has read them."""
     admission_time_s: float | None
     """When it first left the queue, in monotonic seconds; None where it never did."""
+    first_token_time_s: float | None
+    """When the step ended that brought its first token; None where none did."""
 
 
 State = TypeVar("State")

@@ -24,8 +24,8 @@ from tests.helpers.engine_fakes import (
     greedy,
     make_engine,
 )
-from vllm_lite.engine.async_llm_engine import AsyncLLMEngine, FailureStreak, StatsLog
-from vllm_lite.engine.llm_engine import Executor, LLMEngine
+from vllm_lite.engine.async_llm_engine import NUM_DELTAS_AT_ONCE, AsyncLLMEngine, FailureStreak, StatsLog
+from vllm_lite.engine.llm_engine import MAX_QUICK_CANDIDATES, MAX_QUICK_SIZE, Executor, LLMEngine
 from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
 from vllm_lite.outputs import RequestDelta, RequestTally
@@ -89,8 +89,10 @@ async def wait_for(event: threading.Event) -> None:
     assert await asyncio.get_running_loop().run_in_executor(None, event.wait, PATIENCE_S)
 
 
-async def collect(engine: AsyncLLMEngine, request_id: str, prompt: str, params: SamplingParams) -> list[RequestDelta]:
-    async with aclosing(engine.generate(request_id, prompt, params)) as deltas:
+async def collect(
+    engine: AsyncLLMEngine, request_id: str, prompt: str, params: SamplingParams, *, is_whole: bool = False
+) -> list[RequestDelta]:
+    async with aclosing(engine.generate(request_id, prompt, params, is_whole=is_whole)) as deltas:
         return [delta async for delta in deltas]
 
 
@@ -178,6 +180,67 @@ async def test_who_is_cancelled_while_queued_is_aborted() -> None:
         executor.may_end.release(2)
         assert len(await first) == 2
         assert engine.stats().num_aborted == 1
+
+
+class WatchedTokenizer(ByteTokenizer):
+    """Notes on which threads it tokenises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[threading.Thread] = []
+
+    def encode_plain(self, text: str) -> list[int]:
+        self.threads.append(threading.current_thread())
+        return super().encode_plain(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "is_inline"),
+    [
+        ("x", {}, True),
+        ("x" * MAX_QUICK_SIZE, {}, True),
+        ("x" * (MAX_QUICK_SIZE + 1), {}, False),
+        ("x", {"bad_words": ["y"]}, False),
+        ("x", {"allowed_token_ids": list(range(2, 256)) * 5}, False),
+        ("x", {"logit_bias": {token_id: 1.0 for token_id in range(200)}}, True),
+        ("x", {"stop_token_ids": [5] * MAX_QUICK_SIZE}, False),
+        ("x", {"n": MAX_QUICK_CANDIDATES, "temperature": 1.0}, True),
+        ("x", {"n": MAX_QUICK_CANDIDATES + 1, "temperature": 1.0}, False),
+    ],
+)
+async def test_only_what_is_quick_is_tokenised_on_the_event_loop(
+    prompt: str, changes: dict[str, object], is_inline: bool
+) -> None:
+    tokenizer = WatchedTokenizer()
+    settings = replace(SETTINGS, max_model_len=2 * MAX_QUICK_SIZE, num_blocks=1000)
+    async with running(engine=LLMEngine(settings, tokenizer)) as engine:
+        await collect(engine, "r", prompt, greedy(max_tokens=2, **changes))
+    assert {thread is threading.current_thread() for thread in tokenizer.threads} == {is_inline}
+
+
+async def test_who_wants_the_whole_is_seldom_woken() -> None:
+    params = greedy(max_tokens=70)
+    async with running() as engine:
+        num_unread: list[int] = []
+        async with aclosing(engine.generate("r", "abc", params, is_whole=True)) as deltas:
+            whole = []
+            async for delta in deltas:
+                whole.append(delta)
+                num_unread.append(len(engine._streams["r"]._items))
+        assert num_unread[0] >= NUM_DELTAS_AT_ONCE - 1
+        assert [ids_of([delta]) for delta in whole] == [[one] for one in ids_alone("abc", params)]
+
+
+async def test_who_wants_the_whole_is_told_of_its_end_at_once() -> None:
+    executor = GatedExecutor()
+    async with running(executor) as engine:
+        task = asyncio.create_task(collect(engine, "r", "abc", greedy(), is_whole=True))
+        executor.may_end.release()
+        await wait_until(lambda: engine.stats().num_generated_tokens == 1)
+        engine.abort("r")
+        *_, last = await asyncio.wait_for(task, PATIENCE_S)
+        assert last.finished and last.outputs[0].finish_reason == "abort"
+        executor.may_end.release()
 
 
 async def test_who_is_cancelled_while_tokenising_never_arrives() -> None:

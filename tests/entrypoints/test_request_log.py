@@ -59,13 +59,16 @@ def test_of_beams_those_of_the_last_step_count(caplog: pytest.LogCaptureFixture)
     [
         (None, "0 prompt tokens, 0 output tokens, not queued, first token never, client left"),
         (
-            RequestTally("abort", 0, 0, None),
+            RequestTally("abort", 0, 0, None, None),
             "0 prompt tokens, 0 output tokens, queued to its end, first token never, client left",
         ),
-        (RequestTally("abort", 3, 9, 0.0), "3 prompt tokens, 9 output tokens, queued, first token never, client left"),
         (
-            RequestTally("length", 3, 9, 0.0),
-            "3 prompt tokens, 9 output tokens, queued, first token never, client left after the end: length",
+            RequestTally("abort", 3, 9, 0.0, 0.0),
+            "3 prompt tokens, 9 output tokens, queued, first token, client left",
+        ),
+        (
+            RequestTally("length", 3, 9, 0.0, 0.0),
+            "3 prompt tokens, 9 output tokens, queued, first token, client left after the end: length",
         ),
     ],
     ids=str,
@@ -76,6 +79,11 @@ def test_of_a_client_that_left_the_line_says_what_was_counted(
     caplog.set_level(logging.INFO, logger="vllm_lite")
     with suppress(asyncio.CancelledError), RequestRecord("id", EngineConfig()) as record:
         if tally is not None:
-            record.end(replace(tally, admission_time_s=None if tally.admission_time_s is None else time.monotonic()))
+            now_s = time.monotonic()
+            is_admitted = tally.admission_time_s is not None
+            record.end(replace(tally, admission_time_s=now_s, first_token_time_s=now_s) if is_admitted else tally)
         raise asyncio.CancelledError
-    assert re.sub(r"(queued) -?[\d.]+ s|, total [\d.]+ s", r"\1", caplog.messages[-1]) == f"request id: {words}"
+    assert (
+        re.sub(r"(queued|first token) -?[\d.]+ s|, total [\d.]+ s", r"\1", caplog.messages[-1])
+        == f"request id: {words}"
+    )

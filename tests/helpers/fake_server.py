@@ -116,6 +116,7 @@ class FakeEngine:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
+        is_whole: bool,
         on_end: Callable[[RequestTally], None],
     ) -> AsyncGenerator[RequestDelta, None]:
         if not self.is_alive:
@@ -131,6 +132,7 @@ class FakeEngine:
         self._stats.num_waiting += 1
         is_running = False
         num_tokens = 0
+        first_token_time_s: float | None = None
         outcome: Outcome = "abort"
         try:
             async with self._slots:
@@ -141,6 +143,8 @@ class FakeEngine:
                 self._admission_times_s[request_id] = time.monotonic()
                 async for delta in self._play(request_id, prompt, params):
                     num_tokens += sum(len(output.token_ids) for output in delta.outputs)
+                    if num_tokens and first_token_time_s is None:
+                        first_token_time_s = time.monotonic()
                     if delta.finished:
                         outcome = delta.outputs[0].finish_reason or outcome
                     yield delta
@@ -150,7 +154,7 @@ class FakeEngine:
         finally:
             self._accepted_ids.discard(request_id)
             admission_time_s = self._admission_times_s.pop(request_id, None)
-            on_end(RequestTally(outcome, 3 if num_tokens else 0, num_tokens, admission_time_s))
+            on_end(RequestTally(outcome, 3 if num_tokens else 0, num_tokens, admission_time_s, first_token_time_s))
             if is_running:
                 self._stats.num_running -= 1
                 self._stats.num_free_blocks += 1

@@ -37,16 +37,22 @@ Value = TypeVar("Value")
 STATS_INTERVAL_S = 10.0
 MAX_FAILURES_IN_A_ROW = 3
 NUM_TOKENISING_THREADS = 2
+NUM_DELTAS_AT_ONCE = 32
+"""For a caller that waits for the end. Few enough that nobody notices how long he takes for them."""
 LOG_SAYS_WHY = "the log says why."
 
 
 class Stream:
-    """What the reader of one request has not read yet: at most a delta a token. Nothing comes after its end."""
+    """What the reader of one request has not read yet: at most a delta a token. Nothing comes after its end.
 
-    def __init__(self) -> None:
+    A reader that has read everything is woken by the next delta, or by that which makes `num_at_once`, or by the end.
+    """
+
+    def __init__(self, num_at_once: int = 1) -> None:
         self.request: Request | None = None
         """None until the prompt has been tokenised."""
         self.has_ended = False
+        self._num_at_once = num_at_once
         self._items: deque[RequestDelta | Exception] = deque()
         self._has_items: asyncio.Future[None] | None = None
         """What the reader waits for, where it has read everything."""
@@ -56,7 +62,8 @@ class Stream:
         if not self.has_ended:
             self.has_ended = isinstance(item, Exception) or item.finished
             self._items.append(item)
-            if self._has_items is not None and not self._has_items.done():
+            is_due = self.has_ended or len(self._items) >= self._num_at_once
+            if is_due and self._has_items is not None and not self._has_items.done():
                 self._has_items.set_result(None)
 
     async def get(self) -> RequestDelta:
@@ -225,13 +232,15 @@ class AsyncLLMEngine:
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
         prepared: Request | None = None,
+        is_whole: bool = False,
         on_end: Callable[[RequestTally], None] | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Yields a delta for each step that generated something. Closing or cancelling it aborts the request.
 
         Without `prompt_token_ids` the prompt is tokenised, with what the tokenizer adds by itself or without it.
         `prepared` is what `LLMEngine.prepare` made of the other arguments, for callers that check many prompts first:
-        these requests are queued in the order in which they are asked for. `on_end` gets what was counted of the
+        these requests are queued in the order in which they are asked for. A caller that wants the whole alone gets its
+        deltas late, many at a time: to be woken is most of what a delta costs. `on_end` gets what was counted of the
         request, however it ends, before this generator does; it is not called for one that was not queued.
 
         Raises RequestError for a caller's mistake (before the first delta), RequestFailedError where this request
@@ -240,7 +249,7 @@ class AsyncLLMEngine:
         arrival_time_s = time.monotonic()
         self._check_alive()
         assert request_id not in self._streams, "every request has an id of its own"
-        stream = self._streams[request_id] = Stream()
+        stream = self._streams[request_id] = Stream(NUM_DELTAS_AT_ONCE if is_whole else 1)
         self._is_idle.clear()
         try:
             request = prepared

@@ -118,7 +118,7 @@ class LLMEngine:
         self, prompt: str | None, prompt_token_ids: Sequence[int] | None, params: SamplingParams
     ) -> bool:
         """Whether `prepare` takes less time than it takes to have another thread do it: tenths of a millisecond."""
-        lists = (params.stop, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+        lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
         size = len((prompt or "") if prompt_token_ids is None else prompt_token_ids) + sum(len(x) for x in lists if x)
         is_small = size <= MAX_QUICK_SIZE and params.num_candidates <= MAX_QUICK_CANDIDATES and not params.bad_words
         return is_small and self._tokenizer.is_quick
@@ -344,6 +344,7 @@ class LLMEngine:
         if is_first:
             counts.num_prompt_tokens += request.sequences[0].num_prompt_tokens
             counts.first_token_times.observe(now_s - request.arrival_time_s)
+            request.first_token_time_s = now_s
         else:
             counts.inter_token_times.observe(now_s - request.last_token_time_s)
         counts.num_generated_tokens += num_tokens

@@ -151,6 +151,7 @@ class Request:
     __slots__ = (
         "admission_time_s",
         "arrival_time_s",
+        "first_token_time_s",
         "is_aborted",
         "last_token_time_s",
         "num_generated_tokens",
@@ -186,11 +187,12 @@ class Request:
         """Of the prompt's tokens, as far as they are known; the first has none."""
         self.status = RequestStatus.WAITING
         self.arrival_time_s = 0.0
-        """When its caller brought it, in seconds of the monotonic clock like the next three; set once it is queued."""
+        """When its caller brought it, in seconds of the monotonic clock like the next four; set once it is queued."""
         self.queued_time_s = 0.0
         """When it was queued, with its prompt tokenised."""
         self.admission_time_s: float | None = None
         """When it first left the queue."""
+        self.first_token_time_s: float | None = None
         self.last_token_time_s = 0.0
         """When the last step that brought it tokens ended."""
         self.num_generated_tokens = 0
@@ -205,7 +207,13 @@ class Request:
         """What was counted of it. To be asked for once it has ended."""
         assert self.outcome is not None, "a request that goes on has no outcome"
         num_prompt_tokens = len(self.prompt_token_ids) if self.num_generated_tokens else 0
-        return RequestTally(self.outcome, num_prompt_tokens, self.num_generated_tokens, self.admission_time_s)
+        return RequestTally(
+            self.outcome,
+            num_prompt_tokens,
+            self.num_generated_tokens,
+            self.admission_time_s,
+            self.first_token_time_s,
+        )
 
     @property
     def unfinished_sequences(self) -> list[Sequence]:

@@ -141,7 +141,8 @@ async def _run(engine: AsyncLLMEngine, request: Request, prompt: OfflinePrompt, 
     request_id, params = request.request_id, prompt.params
     output = OutputAccumulator(request_id, prompt.text, request.prompt_token_ids, num_outputs=params.n)
     try:
-        async with aclosing(engine.generate(request_id, prompt.text, params, prepared=request)) as deltas:
+        generated = engine.generate(request_id, prompt.text, params, prepared=request, is_whole=not progress.is_shown)
+        async with aclosing(generated) as deltas:
             async for delta in deltas:
                 output.add(delta)
                 progress.add(delta)
@@ -155,6 +156,7 @@ class _Progress:
     """A bar on stderr."""
 
     def __init__(self, num_prompts: int, *, is_shown: bool) -> None:
+        self.is_shown = is_shown
         self._bar = tqdm(
             total=num_prompts,
             desc="Processed prompts",

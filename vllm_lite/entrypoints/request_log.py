@@ -46,12 +46,9 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         """Of each candidate of each of the engine's requests, None while it is being generated."""
         self._arrival_s = time.monotonic()
         self._time_limit_s = time_limit_s
-        self._first_token_s: float | None = None
 
     def add(self, delta: RequestDelta) -> None:
         """Takes note of what a step added."""
-        if self._first_token_s is None and any(output.token_ids for output in delta.outputs):
-            self._first_token_s = time.monotonic()
         if delta.has_parents:
             self._finish_reasons.pop(delta.request_id, None)
         reasons = self._finish_reasons.setdefault(delta.request_id, {})
@@ -99,6 +96,12 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
             return "not queued"
         times_s = [tally.admission_time_s for tally in self._tallies if tally.admission_time_s is not None]
         return f"queued {self._until(min(times_s))}" if times_s else "queued to its end"
+
+    @property
+    def _first_token_s(self) -> float | None:
+        return min(
+            (one.first_token_time_s for one in self._tallies if one.first_token_time_s is not None), default=None
+        )
 
     def _until(self, time_s: float | None) -> str:
         return "never" if time_s is None else f"{time_s - self._arrival_s:.3f} s"

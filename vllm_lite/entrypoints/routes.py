@@ -60,7 +60,8 @@ class Api:
             asked = await self._service.read(request, record, parse_generate_request)
             record.prompt = asked.prompt
             prompt = Prompt(asked.prompt)
-            async with self._service.deltas(record, record.request_id, prompt, asked.params) as deltas:
+            generated = self._service.deltas(record, record.request_id, prompt, asked.params, is_stream=asked.is_stream)
+            async with generated as deltas:
                 if asked.is_stream:
                     return await self._stream(request, asked, deltas, record)
                 return await self._answer(asked, deltas, record)

@@ -55,9 +55,12 @@ class ServedEngine(Protocol):
         *,
         prompt_token_ids: Sequence[int] | None = None,
         add_special_tokens: bool = True,
+        is_whole: bool,
         on_end: Callable[[RequestTally], None],
     ) -> AsyncGenerator[RequestDelta, None]:
         """One delta a step that generated; closing it early aborts the request. Ids go before the text of a prompt.
+
+        Each comes at once, but where `is_whole` says that only the whole of them is wanted.
 
         `on_end` gets what was counted of the request before the generator ends; not of one that was never queued.
         Raises RequestError, RequestFailedError and EngineDeadError.
