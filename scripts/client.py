@@ -74,7 +74,7 @@ def answers(address: Address, fields: dict[str, Any]) -> Iterator[list[str]]:
     """
     connection = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
-        connection.request("POST", f"{address.prefix}/generate", json.dumps(fields))
+        connection.request("POST", f"{address.prefix}/generate", json.dumps(fields), address.headers())
         response = connection.getresponse()
         if response.status != 200:
             detail = response.read().decode(errors="replace")

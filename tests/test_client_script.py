@@ -18,6 +18,7 @@ from scripts import client
 from tests.helpers.canned_server import canned_server
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.server import REAL, ROOT, Server, running_server
+from vllm_lite.config import API_KEY_VARIABLE
 from vllm_lite.sampling_params import SamplingParams
 
 
@@ -170,6 +171,17 @@ def test_a_screen_shows_what_fits_and_in_the_end_everything(
     up = client.LINE_UP_AND_CLEAR
     first, second, last = "1\n2\n", "aaaaa\nbbbbbbbbbb\nbb\n", "aaaaaaaaaa\naaaaaaaaaa\naaaaa\nbbbbbbbbbb\nbb\n"
     assert capsys.readouterr().out == first + 2 * up + second + 3 * up + last
+
+
+def test_the_key_of_the_environment_is_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_server(api_key="a-secret") as server:
+        words = ["--port", str(server.port), "--max-tokens", "3"]
+        assert client.main(words) == 1
+        assert "401" in capsys.readouterr().err
+        monkeypatch.setenv(API_KEY_VARIABLE, "a-secret")
+        assert client.main(words) == 0
 
 
 def test_a_refusal_is_shown(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

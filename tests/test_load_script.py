@@ -24,6 +24,7 @@ from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.canned_server import canned_server
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.server import REAL, Server, running_server
+from vllm_lite.config import API_KEY_VARIABLE
 
 CONTEXT = 1024
 
@@ -175,6 +176,17 @@ def test_failures_are_counted_with_their_reason(
     assert "0 answered, 4 failed" in output
     assert "RuntimeError: the server answered 'HTTP/1.1 400 Bad Request'" in output
     assert server.text(prompt="a", max_tokens=1)
+
+
+def test_the_key_of_the_environment_is_sent(
+    documents: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = ["--num-chunks", "4", "--chunk-tokens", "10", "--max-tokens", "2"]
+    with running_server(api_key="a-secret") as server:
+        assert load_test.main(load_words(server, documents, *what)) == 1
+        assert "401 Unauthorized" in capsys.readouterr().out
+        monkeypatch.setenv(API_KEY_VARIABLE, "a-secret")
+        assert load_test.main(load_words(server, documents, *what)) == 0
 
 
 def test_times_count_from_when_a_request_was_due() -> None:

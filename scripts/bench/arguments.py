@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scripts.bench.client import Address
 from scripts.bench.quiet import Limits
+from vllm_lite.config import API_KEY_VARIABLE
 
 MAX_SECONDS = 1_000_000
 """More than a week; what waits for a socket counts milliseconds in 32 bits."""
@@ -100,8 +101,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_server(arguments: argparse.Namespace) -> Address:
-    """Of the command line."""
-    return Address(arguments.host, arguments.port)
+    """Of the command line; the key, which is to be in no list of processes, is that of the environment."""
+    return Address(arguments.host, arguments.port, api_key=os.environ.get(API_KEY_VARIABLE) or None)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:

@@ -25,11 +25,17 @@ TimedBytes = list[tuple[float, bytes]]
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and the path that its URLs begin with."""
+    """Where a server listens, the path that its URLs begin with, and the key that it asks for."""
 
     host: str
     port: int
     prefix: str = ""
+    api_key: str | None = field(default=None, repr=False)
+
+    def headers(self) -> dict[str, str]:
+        """Of every request with a JSON body."""
+        key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        return {"Content-Type": "application/json", **key}
 
 
 @dataclass
@@ -111,7 +117,7 @@ def post_bytes(address: Address, path: str, fields: dict[str, Any]) -> bytes:
     lines = [
         f"POST {address.prefix}{path} HTTP/1.1",
         f"Host: {address.host}:{address.port}",
-        "Content-Type: application/json",
+        *(f"{name}: {value}" for name, value in address.headers().items()),
         f"Content-Length: {len(body)}",
         "Connection: close",
     ]
