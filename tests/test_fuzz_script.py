@@ -18,11 +18,11 @@ from scripts.fuzz_cases import Case, Cases
 from tests.helpers.json_schema import allows
 from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.config import EngineConfig, ServerConfig
+from vllm_lite.entrypoints.native.openapi import openapi_document, request_schema
+from vllm_lite.entrypoints.native.request_body import parse_generate_request
 from vllm_lite.entrypoints.openai.chat_request import parse_chat_request
 from vllm_lite.entrypoints.openai.completion_request import parse_completion_request
 from vllm_lite.entrypoints.openai.openapi import chat_schema, completion_schema
-from vllm_lite.entrypoints.openapi import openapi_document, request_schema
-from vllm_lite.entrypoints.request_body import parse_generate_request
 
 NATIVE = {"/generate": request_schema(EngineConfig())}
 OPENAI = {

@@ -24,7 +24,7 @@ from scripts.soak_requests import WAYS, PoolRequest, Visit, make_pool, make_visi
 from scripts.soak_server import Life, LifeOptions, is_port_free, resources, session_members
 from tests.helpers.doors import NATIVE
 from tests.helpers.server import Server
-from vllm_lite.entrypoints.request_body import parse_generate_request
+from vllm_lite.entrypoints.native.request_body import parse_generate_request
 
 LOG_LINE = (
     "2026-11-30 16:00:00,000 INFO vllm_lite.entrypoints.request_log: request {name}: 3 prompt tokens, 5 output tokens, "

@@ -20,7 +20,7 @@ from vllm_lite import build
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.entrypoints.launch import main
-from vllm_lite.entrypoints.routes import NATIVE
+from vllm_lite.entrypoints.native.routes import NATIVE
 from vllm_lite.errors import StartupError
 from vllm_lite.kernels import cuda
 from vllm_lite.worker.kv_cache import GpuMemory, bytes_per_block

@@ -16,8 +16,8 @@ import pytest
 from tests.helpers.server import running_server
 from vllm_lite.config import EngineConfig, ServerConfig
 from vllm_lite.entrypoints.docs_page import DocsPage, PageDescription, Snippet, docs_page, limits_of, type_of
-from vllm_lite.entrypoints.native_docs import native_description
-from vllm_lite.entrypoints.openapi import openapi_document, request_schema
+from vllm_lite.entrypoints.native.docs import native_description
+from vllm_lite.entrypoints.native.openapi import openapi_document, request_schema
 from vllm_lite.sampling_params import FIELDS_OF_REQUESTS, SamplingParams
 
 KEY = "s3cret-key"

@@ -28,10 +28,10 @@ from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.sequence import Request
 from vllm_lite.engine.statistics import BOUNDS_S
 from vllm_lite.engine.step import StepInput, StepOutput
+from vllm_lite.entrypoints.native.routes import make_native_app
 from vllm_lite.entrypoints.openai.program import make_openai_app
 from vllm_lite.entrypoints.refusals import STATUSES
 from vllm_lite.entrypoints.request_service import RequestService, ServerState
-from vllm_lite.entrypoints.routes import make_native_app
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PATIENCE_S = 20.0

@@ -16,7 +16,7 @@ from vllm_lite import LLM
 from vllm_lite.config import EngineConfig, parse_command_line
 from vllm_lite.entrypoints import launch
 from vllm_lite.entrypoints import llm as llm_module
-from vllm_lite.entrypoints.routes import NATIVE
+from vllm_lite.entrypoints.native.routes import NATIVE
 from vllm_lite.errors import StartupError
 
 

@@ -14,9 +14,9 @@ from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.json_schema import VALUES_OF_ALL_TYPES, allows, examples
 from tests.helpers.server import REAL, Response, Server, running_server
 from vllm_lite.config import EngineConfig, ServerConfig
-from vllm_lite.entrypoints.openapi import openapi_document, request_schema
+from vllm_lite.entrypoints.native.openapi import openapi_document, request_schema
+from vllm_lite.entrypoints.native.request_body import parse_generate_request
 from vllm_lite.entrypoints.openapi_parts import params_schemas
-from vllm_lite.entrypoints.request_body import parse_generate_request
 from vllm_lite.errors import RequestError
 from vllm_lite.sampling_params import FIELDS_OF_REQUESTS, SamplingParams
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from vllm_lite.entrypoints.json_body import MAX_COMMAS_FOR_C, MAX_VALUES
-from vllm_lite.entrypoints.request_body import parse_generate_request
+from vllm_lite.entrypoints.native.request_body import parse_generate_request
 from vllm_lite.errors import RequestError
 
 MIB = 2**20

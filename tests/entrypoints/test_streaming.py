@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_lite.entrypoints.answer import Answer
 from vllm_lite.entrypoints.json_style import COMPACT, SPACED
-from vllm_lite.entrypoints.streaming import is_message, stream_messages
+from vllm_lite.entrypoints.native.answer import Answer
+from vllm_lite.entrypoints.native.streaming import is_message, stream_messages
 from vllm_lite.outputs import CompletionDelta, RequestDelta
 from vllm_lite.sampling_params import SamplingParams
 

@@ -25,8 +25,8 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.engine.tokenizer_protocol import Tokenizer
 from vllm_lite.entrypoints.launch import ServerProgram, main
+from vllm_lite.entrypoints.native.routes import NATIVE
 from vllm_lite.entrypoints.openai.program import OPENAI
-from vllm_lite.entrypoints.routes import NATIVE
 from vllm_lite.entrypoints.served_engine import ServedEngine
 from vllm_lite.errors import EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from vllm_lite.outputs import CompletionDelta, FinishReason, Outcome, RequestDelta, RequestTally

@@ -15,7 +15,7 @@ from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
 from vllm_lite.engine.llm_engine import LLMEngine
 from vllm_lite.engine.step import StepInput, StepOutput
 from vllm_lite.entrypoints.launch import main
-from vllm_lite.entrypoints.routes import NATIVE
+from vllm_lite.entrypoints.native.routes import NATIVE
 
 TOKEN_ID = ord("x")
 

@@ -18,6 +18,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     from vllm_lite.entrypoints.launch import main
-    from vllm_lite.entrypoints.routes import NATIVE
+    from vllm_lite.entrypoints.native.routes import NATIVE
 
     sys.exit(main(sys.argv[1:], build_engine, NATIVE))

@@ -15,6 +15,8 @@ MAX_INT_DIGITS = 100
 """Longer integers are no valid value of any field, and converting them costs the square of their length."""
 MAX_COMMAS_FOR_C = 100_000
 """JSON with more values than this is parsed by Python's own scanner: the one in C lets no other thread run."""
+MAX_ECHOED_CHARS = 2**20
+"""Of prompts that an answer repeats. Each may take six bytes, in every message again."""
 MAX_VALUES = 500_000
 """More than a vocabulary has tokens. Millions would take a minute and a gigabyte, and hold up every other body."""
 

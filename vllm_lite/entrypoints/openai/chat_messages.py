@@ -9,7 +9,7 @@ from vllm_lite.errors import RequestError
 
 MAX_MESSAGES = 4096
 """A template may look at all messages for each of them: with this many that takes seconds, with many more hours."""
-MAX_ECHOED_CHARS = 100
+MAX_QUOTED_CHARS = 100
 
 NO_TOOLS = "tools are not supported"
 NOT_SUPPORTED = {
@@ -83,4 +83,4 @@ def _parse_part(part: Any, place: str) -> str:
 
 def _echo(text: str) -> str:
     """As much of a text of any length as a message may show."""
-    return ascii(text[:MAX_ECHOED_CHARS])
+    return ascii(text[:MAX_QUOTED_CHARS])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_lite.entrypoints.json_body import kind_of, parse_object, take_flag
+from vllm_lite.entrypoints.json_body import MAX_ECHOED_CHARS, kind_of, parse_object, take_flag
 from vllm_lite.entrypoints.openai.asked import (
     PARAMS,
     WITHOUT_EFFECT,
@@ -17,7 +17,6 @@ from vllm_lite.entrypoints.openai.asked import (
     take_model,
     take_stream,
 )
-from vllm_lite.entrypoints.request_body import MAX_ECHOED_CHARS
 from vllm_lite.entrypoints.request_service import Prompt
 from vllm_lite.errors import RequestError
 from vllm_lite.sampling_params import SamplingParams

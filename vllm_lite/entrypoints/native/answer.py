@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from vllm_lite.entrypoints.details import prompt_details
 from vllm_lite.entrypoints.json_style import JsonStyle
+from vllm_lite.entrypoints.native.details import prompt_details
 from vllm_lite.outputs import CandidateTable, CompletionDelta, RequestDelta
 
 

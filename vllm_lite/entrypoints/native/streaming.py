@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from vllm_lite.entrypoints.answer import Answer
-from vllm_lite.entrypoints.details import candidate_details, prompt_details
 from vllm_lite.entrypoints.json_style import SPACED
+from vllm_lite.entrypoints.native.answer import Answer
+from vllm_lite.entrypoints.native.details import candidate_details, prompt_details
 from vllm_lite.outputs import CompletionDelta, RequestDelta
 from vllm_lite.sampling_params import SamplingParams
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_lite.entrypoints.json_body import kind_of, parse_object, take_flag
+from vllm_lite.entrypoints.json_body import MAX_ECHOED_CHARS, kind_of, parse_object, take_flag
 from vllm_lite.errors import RequestError
 from vllm_lite.sampling_params import SamplingParams
-
-MAX_ECHOED_CHARS = 2**20
-"""Of prompts in an answer. Each may take six bytes, in every message again."""
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,20 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from vllm_lite.entrypoints.answer import Answer
 from vllm_lite.entrypoints.app import ApiProtocol, make_app
 from vllm_lite.entrypoints.docs_page import docs_page
 from vllm_lite.entrypoints.failures import Failure
 from vllm_lite.entrypoints.json_style import COMPACT
 from vllm_lite.entrypoints.launch import ServerProgram
-from vllm_lite.entrypoints.native_docs import native_description
-from vllm_lite.entrypoints.openapi import STREAM_TYPE, openapi_document
-from vllm_lite.entrypoints.request_body import GenerateRequest, parse_generate_request
+from vllm_lite.entrypoints.native.answer import Answer
+from vllm_lite.entrypoints.native.docs import native_description
+from vllm_lite.entrypoints.native.openapi import STREAM_TYPE, openapi_document
+from vllm_lite.entrypoints.native.request_body import GenerateRequest, parse_generate_request
+from vllm_lite.entrypoints.native.streaming import DELIMITERS, StreamMessages, is_message, stream_messages
 from vllm_lite.entrypoints.request_log import RequestRecord
 from vllm_lite.entrypoints.request_service import Prompt, RequestService
 from vllm_lite.entrypoints.responses import JSON_HEADERS
 from vllm_lite.entrypoints.stream_writer import UNBUFFERED, StreamWriter
-from vllm_lite.entrypoints.streaming import DELIMITERS, StreamMessages, is_message, stream_messages
 from vllm_lite.outputs import RequestDelta
 
 STREAM_HEADERS = {"Content-Type": STREAM_TYPE, **UNBUFFERED}

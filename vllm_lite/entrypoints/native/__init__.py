@@ -1,0 +1,1 @@
+"""What the native protocol has of its own."""
