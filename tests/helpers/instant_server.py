@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 
+from tests.helpers.timed_server import TimedExecutor
 from vllm_lite.build import BuiltEngine, build_parts
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.async_llm_engine import AsyncLLMEngine
@@ -29,7 +30,7 @@ class InstantExecutor:
 
 def build(config: EngineConfig) -> BuiltEngine:
     parts = build_parts(config)
-    engine = AsyncLLMEngine(LLMEngine(parts.settings, parts.tokenizer), InstantExecutor())
+    engine = AsyncLLMEngine(LLMEngine(parts.settings, parts.tokenizer), TimedExecutor(InstantExecutor()))
     return BuiltEngine(engine, "instant", parts.tokenizer, parts.settings.max_model_len, parts.chat_template)
 
 
