@@ -189,8 +189,9 @@ TINY = {
 }
 
 
-def test_serving_is_measured(bare_machine: None) -> None:
-    """A real server, on a CPU: whether it is fast enough is not asked here."""
+def test_serving_is_measured(bare_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real server, on a CPU: whether it is fast enough is not asked here, so it need not compile the CPU kernels."""
+    monkeypatch.setenv("PATH", "")
     load = Load(num_requests=3, prompt_len=20, output_len=6)
     outcome = check_serving(
         "tiny", TINY, with_cold_start=True, load=load, device="cpu", dtype="float32", longest_prompt=100
