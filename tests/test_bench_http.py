@@ -18,7 +18,7 @@ DISASTER = 0.1
 
 def test_http_costs_a_part_of_the_speed_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
-    words = ["--pairs", "5", "--waves", "2", "--idle-seconds", "1", "--idle-wait", "0.5", "--max-tries", "1"]
+    words = ["--pairs", "2", "--waves", "1", "--idle-seconds", "1", "--idle-wait", "0.5", "--max-tries", "1"]
     assert bench_http.main([*words, "--json", str(path)]) == 0
     figures = json.loads(path.read_text())
     ratios = {name: ratio["tokens_per_s"] for name, ratio in figures["ratios"].items()}
