@@ -24,7 +24,13 @@ from tests.helpers.engine_fakes import (
     greedy,
     make_engine,
 )
-from vllm_lite.engine.async_llm_engine import NUM_DELTAS_AT_ONCE, AsyncLLMEngine, FailureStreak, StatsLog
+from vllm_lite.engine.async_llm_engine import (
+    MAX_SIZE_IN_A_TURN,
+    NUM_DELTAS_AT_ONCE,
+    AsyncLLMEngine,
+    FailureStreak,
+    StatsLog,
+)
 from vllm_lite.engine.llm_engine import MAX_QUICK_CANDIDATES, MAX_QUICK_SIZE, Executor, LLMEngine
 from vllm_lite.engine.step import NO_TOKEN, StepInput, StepOutput
 from vllm_lite.errors import EngineDeadError, RequestError, RequestFailedError
@@ -218,6 +224,20 @@ async def test_only_what_is_quick_is_tokenised_on_the_event_loop(
     assert {thread is threading.current_thread() for thread in tokenizer.threads} == {is_inline}
 
 
+async def test_prompts_that_come_at_once_share_a_turn_of_the_event_loop() -> None:
+    """However short, a thousand of them would hold it up for seconds."""
+    tokenizer = WatchedTokenizer()
+    settings = replace(SETTINGS, max_model_len=2 * MAX_QUICK_SIZE, num_blocks=1000)
+    prompts = ["x" * MAX_QUICK_SIZE] * 20
+    async with running(engine=LLMEngine(settings, tokenizer)) as engine:
+        for num_rounds in (1, 2):
+            tasks = [collect(engine, str(index), prompt, greedy(max_tokens=2)) for index, prompt in enumerate(prompts)]
+            await asyncio.gather(*tasks)
+            num_inline = tokenizer.threads.count(threading.current_thread())
+            assert num_inline * MAX_QUICK_SIZE == num_rounds * MAX_SIZE_IN_A_TURN
+    assert len(tokenizer.threads) == 2 * len(prompts)
+
+
 async def test_who_wants_the_whole_is_seldom_woken() -> None:
     params = greedy(max_tokens=70)
     async with running() as engine:
@@ -344,6 +364,10 @@ async def test_an_error_that_no_future_can_hold_fails_the_request_like_any_other
         assert engine.is_alive
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
 class BrokenTokenizer(ByteTokenizer):
     def __init__(self, error: BaseException, *, is_quick: bool) -> None:
         super().__init__()
@@ -357,7 +381,9 @@ class BrokenTokenizer(ByteTokenizer):
 
 
 @pytest.mark.parametrize("is_quick", [True, False])
-@pytest.mark.parametrize("error", [KeyError("insides"), MemoryError("insides"), StopIteration("insides")])
+@pytest.mark.parametrize(
+    "error", [KeyError("insides"), MemoryError("insides"), StopIteration("insides"), Panic("insides")]
+)
 async def test_a_tokenizer_that_raises_fails_the_request_and_no_other(
     error: BaseException, is_quick: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -256,7 +256,7 @@ async def test_what_ends_while_it_is_tokenised_is_refused(
         return prepare(*arguments, **keywords)
 
     monkeypatch.setattr(llm_engine, "prepare", prepare_late)
-    monkeypatch.setattr(llm_engine, "prepares_quickly", lambda *_: False)
+    monkeypatch.setattr(llm_engine, "quick_size", lambda *_: None)
     async with running(door, llm_engine=llm_engine, request_timeout_s=0.05) as service:
         abort = service.engine.abort
 

@@ -1,7 +1,7 @@
 """Runs the engine for many asyncio tasks at once. Knows no HTTP and nothing of what the executor does.
 
 One task steps the engine and owns its queues and blocks together with the event loop; only `executor.execute` runs on
-a thread of its own, and tokenising on a small pool. So nothing needs a lock.
+a thread of its own, and tokenising on a small pool, but for a few short prompts. So nothing needs a lock.
 
 A step that raises fails the requests that took part in it, and the engine goes on, since one poisonous request must
 not stop the others. It is dead once the same error has hit three steps in a row whose prompts are all different: then
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from vllm_lite.engine.llm_engine import Executor, LLMEngine
+from vllm_lite.engine.llm_engine import MAX_QUICK_SIZE, Executor, LLMEngine
 from vllm_lite.engine.sequence import Request
 from vllm_lite.engine.statistics import EngineStats
 from vllm_lite.engine.step import StepInput, StepOutput
@@ -37,6 +37,8 @@ Value = TypeVar("Value")
 STATS_INTERVAL_S = 10.0
 MAX_FAILURES_IN_A_ROW = 3
 NUM_TOKENISING_THREADS = 2
+MAX_SIZE_IN_A_TURN = 4 * MAX_QUICK_SIZE
+"""Of all that the event loop tokenises before others on it have their turn: requests come hundreds at a time."""
 NUM_DELTAS_AT_ONCE = 32
 """For a caller that waits for the end. Few enough that nobody notices how long he takes for them."""
 LOG_SAYS_WHY = "the log says why."
@@ -145,6 +147,8 @@ class AsyncLLMEngine:
         self._failure_streak = FailureStreak()
         self._compute_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="execute")
         self._tokenise_pool = ThreadPoolExecutor(NUM_TOKENISING_THREADS, thread_name_prefix="tokenise")
+        self._size_in_this_turn = 0
+        """Of what the event loop has tokenised."""
         self._streams: dict[str, Stream] = {}
         self._has_work = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -262,8 +266,8 @@ class AsyncLLMEngine:
                     params,
                     add_special_tokens=add_special_tokens,
                 )
-                is_quick = self._engine.prepares_quickly(prompt, prompt_token_ids, params)
-                request = await self._prepare(prepare, request_id, is_quick=is_quick)
+                size = self._engine.quick_size(prompt, prompt_token_ids, params)
+                request = await self._prepare(prepare, request_id, is_quick=self._takes_a_turn(size))
             if not stream.has_ended:
                 stream.request = request
                 self._engine.enqueue(request, arrival_time_s)
@@ -295,6 +299,18 @@ class AsyncLLMEngine:
         except Exception as error:
             logger.exception("The engine is dead.")
             self._die(f"The engine is dead; {LOG_SAYS_WHY}", error)
+
+    def _takes_a_turn(self, quick_size: int | None) -> bool:
+        """Whether the event loop tokenises a prompt itself: if it is short and what others have left of this turn."""
+        if quick_size is None or self._size_in_this_turn + quick_size > MAX_SIZE_IN_A_TURN:
+            return False
+        if not self._size_in_this_turn:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._size_in_this_turn += quick_size
+        return True
+
+    def _begin_turn(self) -> None:
+        self._size_in_this_turn = 0
 
     async def _prepare(self, prepare: Callable[[], Request], request_id: str, *, is_quick: bool) -> Request:
         """Tokenises, on the pool where that takes long.
@@ -371,8 +387,14 @@ class AsyncLLMEngine:
 
 
 def _call(function: Callable[..., Value], *arguments: Any) -> Value:
-    """On another thread. An asyncio future cannot hold a StopIteration: who waits for it would wait for ever."""
+    """Where it raises what no request could be failed with, raises a RuntimeError.
+
+    An asyncio future cannot hold a StopIteration: who waits for it would wait for ever. And a library in Rust that
+    panics raises what is no Exception.
+    """
     try:
         return function(*arguments)
-    except StopIteration as error:
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
         raise RuntimeError(f"it raised {error!r}") from error

@@ -40,10 +40,10 @@ from vllm_lite.sampling_params import SamplingParams
 MAX_BYTES_PER_TOKEN = 64
 """Of a prompt on average: far above that of any real text."""
 MIN_PROMPT_BYTES = 64 * 1024
-MAX_QUICK_SIZE = 1024
-"""Characters, which take 0.3 ms to tokenise, or ids."""
-MAX_QUICK_CANDIDATES = 8
 """Every prompt of this size is tokenised, however small the context."""
+MAX_QUICK_SIZE = 1024
+"""Characters, which take 0.3 ms to tokenise, and 3 ms where each is several tokens, or ids."""
+MAX_QUICK_CANDIDATES = 8
 NO_FINITE_NUMBER = "The model gave no finite number to choose a token by"
 UNDECODABLE = "The tokenizer could not decode a token, the log says why"
 
@@ -114,14 +114,14 @@ class LLMEngine:
             other.token_ids = first.token_ids
         return Request(request_id, prompt, prompt_token_ids, params, [first, *others])
 
-    def prepares_quickly(
+    def quick_size(
         self, prompt: str | None, prompt_token_ids: Sequence[int] | None, params: SamplingParams
-    ) -> bool:
-        """Whether `prepare` takes less time than it takes to have another thread do it: tenths of a millisecond."""
+    ) -> int | None:
+        """Characters and ids, where `prepare` is sure to take milliseconds at most, as a thread does; else None."""
         lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
         size = len((prompt or "") if prompt_token_ids is None else prompt_token_ids) + sum(len(x) for x in lists if x)
         is_small = size <= MAX_QUICK_SIZE and params.num_candidates <= MAX_QUICK_CANDIDATES and not params.bad_words
-        return is_small and self._tokenizer.is_quick
+        return size if is_small and self._tokenizer.is_quick else None
 
     def enqueue(self, request: Request, arrival_time_s: float | None = None) -> None:
         """Queues a request that `prepare` made. Raises RequestError where its id is taken.
