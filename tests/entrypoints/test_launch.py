@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -107,6 +108,21 @@ def test_tls(tmp_path: Path) -> None:
         with server.connect() as plain:
             plain.sendall(generate_bytes({"prompt": "a"}))
             assert plain.recv(1000) == b""
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(("prompt", "is_complete"), [("a", True), ("!fail=2 a", False)])
+def test_a_client_of_tls_that_does_not_close_does_not_spoil_the_end(
+    tmp_path: Path, prompt: str, is_complete: bool
+) -> None:
+    flags = ["--ssl-certfile", write(tmp_path, "c.pem", CERTIFICATE), "--ssl-keyfile", write(tmp_path, "k.pem", KEY)]
+    context = ssl.create_default_context(cafile=flags[1])
+    with running_server(*flags) as server:
+        with context.wrap_socket(server.connect(), server_hostname="127.0.0.1") as connection:
+            connection.sendall(generate_bytes({"prompt": prompt, "stream": True, "max_tokens": 3}))
+            assert read_response(connection).is_complete == is_complete
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0, server.log
         assert "Traceback" not in server.log
 
 

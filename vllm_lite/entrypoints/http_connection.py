@@ -62,6 +62,17 @@ class HttpConnection(web.RequestHandler):
         self._stop_unsent_timer()
         super().connection_lost(exc)
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of answers that wait for the client; none once the connection is lost."""
+        return 0 if self._wire is None else self._wire.get_write_buffer_size()
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        """Ends the connection. One that is closing is not closed again: with TLS it would forget what it is sending."""
+        if self.transport is not None and self.transport.is_closing():
+            self.transport = None
+        await super().shutdown(timeout)
+
     def data_received(self, data: bytes) -> None:
         """Takes what has come. Where the rest of a body cannot be read, its reader is told, which aiohttp forgets.
 
@@ -115,7 +126,7 @@ class HttpConnection(web.RequestHandler):
         self._stop_unsent_timer()
         if self._wire is None:
             return
-        if self._wire.is_closing() or self._wire.get_write_buffer_size():
+        if self._wire.is_closing() or self.num_unsent:
             self._unsent_timer = asyncio.get_running_loop().call_later(self._slow_client_s, self._cut_unsent)
         if self._is_in_head and self._is_idle:
             self._start_head_timer()
@@ -129,7 +140,7 @@ class HttpConnection(web.RequestHandler):
         """But beside a request that is being handled, whose writes and whose end have timers of their own."""
         self._unsent_timer = None
         wire = self._wire
-        if wire is not None and (wire.is_closing() or (self._is_idle and wire.get_write_buffer_size())):
+        if wire is not None and (wire.is_closing() or (self._is_idle and self.num_unsent)):
             cut(wire, self._slow_client_s)
 
     def handle_error(

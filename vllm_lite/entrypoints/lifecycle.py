@@ -73,9 +73,9 @@ async def serve(
         exit_code = 0 if engine.is_alive else 1
     finally:
         assert runner.server is not None, "the runner has been set up"
-        transports = [connection.transport for connection in runner.server.connections]
+        connections = [one for one in runner.server.connections if isinstance(one, HttpConnection)]
         await runner.cleanup()
-        await _until_sent([transport for transport in transports if transport is not None])
+        await _until_sent(connections)
         await engine.stop()
         watchdog.cancel()
     logger.info("stopped")
@@ -140,11 +140,11 @@ async def _finish_requests(engine: ServedEngine, grace_s: float) -> None:
     await engine.drain(grace_s)
 
 
-async def _until_sent(transports: Sequence[asyncio.Transport]) -> None:
+async def _until_sent(connections: Sequence[HttpConnection]) -> None:
     """Closing a connection leaves what waits in its buffer to the event loop, which is about to end."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + HANDLER_GRACE_S
-    while any(transport.get_write_buffer_size() for transport in transports) and loop.time() < end_s:
+    while any(connection.num_unsent for connection in connections) and loop.time() < end_s:
         await asyncio.sleep(SENT_CHECK_S)
 
 

@@ -99,7 +99,7 @@ class StreamWriter(AbstractAsyncContextManager["StreamWriter"]):
                 return
         if self._request.transport is not None:
             if self._has_chunks:
-                self._request.transport.close()
+                self._request.protocol.force_close()  # not the transport: aiohttp would close that a second time
             else:
                 self._request.transport.abort()
 
