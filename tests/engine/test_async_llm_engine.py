@@ -399,13 +399,18 @@ async def test_a_tokenizer_that_raises_fails_the_request_and_no_other(
 class BrokenDecoder(ByteTokenizer):
     """Cannot decode what follows on "bad"."""
 
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
     def decode(self, token_ids: Sequence[int], **flags: bool) -> str:
         text = super().decode(token_ids, **flags)
         if "bad" in text and not text.endswith("bad"):
-            raise KeyError("insides")
+            raise self.error
         return text
 
 
+@pytest.mark.parametrize("error", [KeyError("insides"), Panic("insides")])
 @pytest.mark.parametrize(
     "params",
     [
@@ -416,9 +421,9 @@ class BrokenDecoder(ByteTokenizer):
     ids=["greedy", "candidates", "beams"],
 )
 async def test_a_token_that_cannot_be_decoded_fails_the_request_and_no_other(
-    params: SamplingParams, caplog: pytest.LogCaptureFixture
+    params: SamplingParams, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(engine=LLMEngine(SETTINGS, BrokenDecoder())) as engine:
+    async with running(engine=LLMEngine(SETTINGS, BrokenDecoder(error))) as engine:
         good = asyncio.create_task(collect(engine, "good", "abc", greedy()))
         with pytest.raises(RequestFailedError, match="could not decode") as raised:
             await asyncio.wait_for(collect(engine, "r", "bad", params), PATIENCE_S)

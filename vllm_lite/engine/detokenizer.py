@@ -182,7 +182,7 @@ class Detokenizer:
         """Raises UndecodableError for whatever the tokenizer's library, or code that came with it, raises."""
         try:
             return self._tokenizer.decode(token_ids, **flags)
-        except Exception as error:
+        except BaseException as error:  # a library in Rust that panics raises what is no Exception
             raise UndecodableError(f"the tokenizer cannot decode {list(token_ids)}: {error!r}") from error
 
     def _is_visible(self, token_id: int) -> bool:
