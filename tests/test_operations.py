@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.entrypoints.test_lifecycle import wait_for_requests
 from tests.helpers.programs import find_program
 from tests.helpers.server import Server, generate_bytes, read_response, request_bytes, running_server
+from tests.helpers.waiting import wait_for_requests
 from vllm_lite.config import ServerConfig, parse_command_line
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

@@ -12,10 +12,19 @@ import pytest
 
 from scripts.bench import server as bench_server
 from scripts.bench.client import exchange
-from tests.entrypoints.test_native_protocol import ASKED, STREAMED, assert_refused
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.doors import Door
-from tests.helpers.server import FAKE, REAL, Response, Server, read_response, request_bytes, running_server
+from tests.helpers.native_requests import ASKED, STREAMED
+from tests.helpers.server import (
+    FAKE,
+    REAL,
+    Response,
+    Server,
+    assert_refused,
+    read_response,
+    request_bytes,
+    running_server,
+)
 from vllm_lite.config import API_KEY_VARIABLE, ServerConfig, parse_command_line
 from vllm_lite.errors import StartupError
 

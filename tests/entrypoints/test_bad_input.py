@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.entrypoints.test_native_protocol import BAD_BODIES
 from tests.helpers.checkpoints import cached_checkpoint
+from tests.helpers.native_requests import BAD_BODIES
 from tests.helpers.server import FAKE, REAL, Server, generate_bytes, read_response, running_server
 
 MAX_RUNNING = 8

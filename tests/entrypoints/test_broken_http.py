@@ -10,8 +10,15 @@ import pytest
 from scripts.bench.client import Address
 from scripts.fuzz import send
 from scripts.fuzz_cases import BROKEN_HTTP, CHUNKED, HEAD, Case
-from tests.entrypoints.test_native_protocol import assert_refused
-from tests.helpers.server import Response, Server, generate_bytes, read_response, request_bytes, running_server
+from tests.helpers.server import (
+    Response,
+    Server,
+    assert_refused,
+    generate_bytes,
+    read_response,
+    request_bytes,
+    running_server,
+)
 
 TIMEOUT_S = 20
 VERSION = "the request must be HTTP/1.1 or HTTP/1.0, got HTTP/"

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.entrypoints.test_lifecycle import wait_for_requests
-from tests.entrypoints.test_limits import wait_for_cut
 from tests.helpers.doors import OPENAI, Door
 from tests.helpers.fake_server import FAULTS, INSIDES
 from tests.helpers.server import Server, request_bytes, running_server
+from tests.helpers.waiting import wait_for_cut, wait_for_requests
 
 LIMIT_S = 0.5
 NUM_CLIENTS = 5

@@ -18,14 +18,12 @@ from typing import Any
 
 import pytest
 
-from tests.entrypoints.test_lifecycle import wait_for_requests, wait_until_refused
-from tests.entrypoints.test_limits import reader_of_much
-from tests.entrypoints.test_native_protocol import assert_refused
 from tests.helpers.byte_tokenizer import ByteTokenizer
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.doors import NATIVE, OPENAI, Door, events
 from tests.helpers.faulty_server import INSIDES
-from tests.helpers.server import REAL, Response, Server, read_response, request_bytes, running_server
+from tests.helpers.server import REAL, Response, Server, assert_refused, read_response, request_bytes, running_server
+from tests.helpers.waiting import reader_of_much, wait_for_requests, wait_until_refused
 from vllm_lite.entrypoints.listening import bind
 
 FAULTY = "tests.helpers.faulty_server"

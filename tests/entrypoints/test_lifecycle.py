@@ -26,10 +26,10 @@ from tests.helpers.server import (
     run_server,
     running_server,
 )
+from tests.helpers.waiting import ENDLESS, wait_for_requests, wait_until_refused
 from vllm_lite.entrypoints.listening import bind
 
 SLOW: dict[str, Any] = {"prompt": "!delay=0.02 x", "max_tokens": 30}
-ENDLESS: dict[str, Any] = {"prompt": "!delay=0.02 x", "max_tokens": 100_000}
 
 
 @contextlib.contextmanager
@@ -39,16 +39,6 @@ def requests_in_flight(server: Server, *bodies: dict[str, Any]) -> Iterator[list
         futures = [pool.submit(server.post, body) for body in bodies]
         wait_for_requests(server, len(bodies))
         yield futures
-
-
-def wait_for_requests(server: Server, count: int) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        metrics = server.metrics()
-        if metrics["num_requests_running"] + metrics["num_requests_waiting"] == count:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"never had {count} requests")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -81,17 +71,6 @@ def test_stopping_server_refuses_new_requests(door: Door) -> None:
             assert kept_alive.recv(1) == b""
             assert stream.result(30).is_complete
         assert server.wait() == 0
-
-
-def wait_until_refused(port: int) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
-        except ConnectionRefusedError:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the port is still open")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

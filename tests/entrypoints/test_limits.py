@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.entrypoints.test_lifecycle import ENDLESS, wait_for_requests
-from tests.entrypoints.test_native_protocol import assert_refused
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.doors import NATIVE, OPENAI, Door, events
-from tests.helpers.server import REAL, Server, request_bytes, running_server
+from tests.helpers.server import REAL, Server, assert_refused, request_bytes, running_server
+from tests.helpers.waiting import ENDLESS, reader_of_much, wait_for_cut, wait_for_requests
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -168,24 +167,7 @@ def test_a_head_that_does_not_arrive_cuts_the_connection_and_nothing_else_does()
             assert server.read(connection).status == 200
 
 
-def reader_of_much(server: Server, **fields: Any) -> socket.socket:
-    """A connection that has asked for more than the system's buffers hold, 100 KB a token, and has read nothing."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-    connection.settimeout(30)
-    connection.connect(("127.0.0.1", server.port))
-    connection.sendall(server.request({"prompt": "a", "max_tokens": 200, **fields}))
-    return connection
-
-
 MUCH = {"pieces": ["x" * 100_000]}
-
-
-def wait_for_cut(server: Server, count: int) -> None:
-    deadline = time.monotonic() + 10
-    while server.log.count("the connection is cut") < count:
-        assert time.monotonic() < deadline, server.log
-        time.sleep(0.01)
 
 
 def test_a_reader_that_stalls_is_cut_off(door: Door) -> None:

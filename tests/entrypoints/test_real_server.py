@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.entrypoints.test_native_protocol import NASTY_PROMPTS, assert_refused
 from tests.helpers.checkpoints import cached_checkpoint, copy_checkpoint, edit_json
-from tests.helpers.server import REAL, Server, run_server, running_server
+from tests.helpers.native_requests import NASTY_PROMPTS
+from tests.helpers.server import REAL, Server, assert_refused, run_server, running_server
 
 CONTEXT = 128
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

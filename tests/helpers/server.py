@@ -290,3 +290,12 @@ def _read_chunks(reader: _Reader, chunks: list[bytes]) -> bool:
 
 def _refuse_constant(name: str) -> Any:
     raise AssertionError(f"{name} is not JSON")
+
+
+def assert_refused(response: Response, status: int, *words: str) -> None:
+    """A JSON object of the protocol's shape, which holds all the words."""
+    assert response.status == status, response.raw
+    assert response.is_complete
+    assert response.headers["content-type"] == "application/json"
+    failure = response.failure()
+    assert all(word in failure for word in words), failure

@@ -121,12 +121,12 @@ class RequestService:
 
     @asynccontextmanager
     async def deltas(
-        self, record: RequestRecord, request_id: str, prompt: Prompt, params: SamplingParams, *, is_stream: bool
+        self, record: RequestRecord, request_id: str, prompt: Prompt, params: SamplingParams, *, is_whole: bool
     ) -> AsyncIterator[Deltas]:
         """The engine's deltas of one prompt; its request is aborted at the end, unless it is done.
 
-        `request_id` is the record's, or one of several made from it. For a stream each delta comes at once. Raises
-        OverloadedError and FailureError.
+        `request_id` is the record's, or one of several made from it. Each delta comes at once, but where
+        `is_whole` says that only the whole is wanted. Raises OverloadedError and FailureError.
         """
         if self.state.is_stopping:
             raise FailureError(STOPPING)
@@ -142,7 +142,7 @@ class RequestService:
                 params,
                 prompt_token_ids=prompt.token_ids,
                 add_special_tokens=prompt.add_special_tokens,
-                is_whole=not is_stream,
+                is_whole=is_whole,
                 on_end=record.end,
             )
             async with aclosing(generated) as deltas:

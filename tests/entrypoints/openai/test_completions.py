@@ -11,10 +11,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.entrypoints.test_lifecycle import wait_for_requests
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.doors import OPENAI
 from tests.helpers.server import REAL, Server, running_server
+from tests.helpers.waiting import wait_for_requests
 from vllm_lite.entrypoints.openai.completion_request import parse_completion_request
 from vllm_lite.errors import RequestError
 

@@ -15,13 +15,21 @@ from typing import Any
 import openai
 import pytest
 
-from tests.entrypoints.test_lifecycle import ENDLESS, wait_for_requests
-from tests.entrypoints.test_native_protocol import assert_refused
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.doors import OPENAI, events
 from tests.helpers.fake_server import PIECES
 from tests.helpers.json_schema import VALUES_OF_ALL_TYPES, allows, examples
-from tests.helpers.server import REAL, Response, Server, generate_bytes, read_response, request_bytes, running_server
+from tests.helpers.server import (
+    REAL,
+    Response,
+    Server,
+    assert_refused,
+    generate_bytes,
+    read_response,
+    request_bytes,
+    running_server,
+)
+from tests.helpers.waiting import ENDLESS, wait_for_requests
 from vllm_lite.chat_template import ChatTemplate
 from vllm_lite.config import API_KEY_VARIABLE, EngineConfig, ServerConfig
 from vllm_lite.entrypoints.docs_page import ORIGIN

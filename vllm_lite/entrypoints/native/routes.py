@@ -60,7 +60,9 @@ class Api:
             asked = await self._service.read(request, record, parse_generate_request)
             record.prompt = asked.prompt
             prompt = Prompt(asked.prompt)
-            generated = self._service.deltas(record, record.request_id, prompt, asked.params, is_stream=asked.is_stream)
+            generated = self._service.deltas(
+                record, record.request_id, prompt, asked.params, is_whole=not asked.is_stream
+            )
             async with generated as deltas:
                 if asked.is_stream:
                     return await self._stream(request, asked, deltas, record)

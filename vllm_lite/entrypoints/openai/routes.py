@@ -95,7 +95,7 @@ class Api:
             for index, prompt in enumerate(prompts):
                 request_id = record.request_id if len(prompts) == 1 else f"{record.request_id}-{index}"
                 generated = self._service.deltas(
-                    record, request_id, prompt, job.asked.params, is_stream=job.asked.stream is not None
+                    record, request_id, prompt, job.asked.params, is_whole=job.asked.stream is None
                 )
                 sources.append(self._steps(job, index, await stack.enter_async_context(generated)))
             steps = await stack.enter_async_context(aclosing(merged(sources)))

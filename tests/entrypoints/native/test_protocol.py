@@ -16,24 +16,19 @@ import requests
 
 from tests.helpers.checkpoints import cached_checkpoint
 from tests.helpers.fake_server import MAX_PROMPT_CHARS, PIECES
-from tests.helpers.server import REAL, Response, Server, generate_bytes, read_response, request_bytes, running_server
+from tests.helpers.native_requests import ASKED, BAD_BODIES, NASTY_PROMPTS, STREAMED
+from tests.helpers.server import (
+    REAL,
+    Server,
+    assert_refused,
+    generate_bytes,
+    read_response,
+    request_bytes,
+    running_server,
+)
 
-ASKED: dict[str, Any] = {"prompt": "Hé", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 ANSWER = "Hé" + "".join(PIECES) * 2
-STREAMED = {**ASKED, "stream": True}
 GIBIBYTE_OF_ZEROS = gzip.compress(bytes(64 * 2**20), compresslevel=1) * 16
-NASTY_PROMPTS = [
-    "  two spaces ",
-    "tab\tnew\n",
-    "\u00e9",
-    "e\u0301",
-    "<s>hi",
-    "\u200b",
-    " Hi",
-    'quote " backslash \\ slash / nul \0 del \x7f',
-    "你好 😀 \u2028\u2029",
-    "",
-]
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +57,6 @@ def reference(server: Server) -> str:
     text = server.text(**ASKED)
     assert len(text) > len(ASKED["prompt"])
     return text
-
-
-def assert_refused(response: Response, status: int, *words: str) -> None:
-    """A JSON object of the protocol's shape, which holds all the words."""
-    assert response.status == status, response.raw
-    assert response.is_complete
-    assert response.headers["content-type"] == "application/json"
-    failure = response.failure()
-    assert all(word in failure for word in words), failure
 
 
 def test_answer_is_compact_json_in_raw_utf8(scripted: Server) -> None:
@@ -191,69 +177,6 @@ def test_text_starts_with_the_prompt_as_it_was_sent(scripted: Server, prompt: st
     assert scripted.post({**fields, "stream": True}).messages()[-1] == text
     raw = json.dumps(fields, ensure_ascii=False).encode()
     assert scripted.post(raw).json() == {"text": [text]}
-
-
-BAD_BODIES: list[tuple[bytes, str]] = [
-    (b'{"prompt":"abc"', "JSON"),
-    (b"", "JSON"),
-    (b"[1]", "object"),
-    (b'"x"', "object"),
-    (b"null", "object"),
-    (b'{"prompt":"a"}{"prompt":"b"}', "JSON"),
-    (b'{"prompt":"\xff\xfe"}', "UTF-8"),
-    ('{"prompt":"a"}'.encode("utf-16"), "UTF-8"),
-    (b"[" * 100_000, "deep"),
-    (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
-    (b"{}", "prompt"),
-    (b'{"prompt":5}', "prompt"),
-    (b'{"prompt":null}', "prompt"),
-    (b'{"prompt":{"a":1}}', "prompt"),
-    (b'{"prompt":["a","b"]}', "lists of prompts are not supported"),
-    (b'{"prompt":"\\ud800"}', "prompt"),
-    (b'{"prompt":"a","stop":["\\udfff"]}', "stop"),
-    (b'{"prompt":"a","\\ud800":1}', "not a known field"),
-    (b'{"prompt":"a","do_sample":true}', "do_sample"),
-    (b'{"prompt":"a","max_new_tokens":5}', "max_new_tokens"),
-    (b'{"prompt":"a","temperature":"hot"}', "temperature"),
-    (b'{"prompt":"a","temperature":-1}', "temperature must be non-negative"),
-    (b'{"prompt":"a","temperature":NaN}', "temperature"),
-    (b'{"prompt":"a","temperature":-Infinity}', "temperature"),
-    (b'{"prompt":"a","temperature":' + b"9" * 5000 + b"}", "temperature"),
-    (b'{"prompt":"a","logit_bias":{"1":NaN}}', "logit_bias"),
-    (b'{"prompt":"a","stream":Infinity}', "stream"),
-    (b'{"prompt":"a","n":1e999}', "n "),
-    (b'{"prompt":"a","n":0}', "n must be at least 1"),
-    (b'{"prompt":"a","n":true}', "n "),
-    (b'{"prompt":"a","n":2,"best_of":1}', "best_of must be greater than or equal to n, got n=2 and best_of=1"),
-    (b'{"prompt":"a","top_p":1.5}', "top_p must be in (0, 1], got 1.5"),
-    (b'{"prompt":"a","top_p":0}', "top_p"),
-    (b'{"prompt":"a","min_p":2}', "min_p"),
-    (b'{"prompt":"a","top_k":-2}', "top_k"),
-    (b'{"prompt":"a","presence_penalty":3}', "presence_penalty must be in [-2, 2]"),
-    (b'{"prompt":"a","max_tokens":0}', "max_tokens"),
-    (b'{"prompt":"a","max_tokens":-1}', "max_tokens"),
-    (b'{"prompt":"a","max_tokens":1.5}', "max_tokens"),
-    (b'{"prompt":"a","max_tokens":16.0}', "max_tokens"),
-    (b'{"prompt":"a","min_tokens":17}', "min_tokens"),
-    (b'{"prompt":"a","seed":9223372036854775808}', "seed"),
-    (b'{"prompt":"a","seed":' + b"1" * 5000 + b"}", "seed"),
-    (b'{"prompt":"a","stop":""}', "stop"),
-    (b'{"prompt":"a","stop":["",1]}', "stop"),
-    (b'{"prompt":"a","stop_token_ids":[true]}', "stop_token_ids"),
-    (b'{"prompt":"a","ignore_eos":1}', "ignore_eos"),
-    (b'{"prompt":"a","logit_bias":{"x":1}}', "logit_bias"),
-    (b'{"prompt":"a","details":1}', "details"),
-    (b'{"prompt":"a","stream_deltas":true}', 'stream_deltas must come with "stream": true'),
-    (
-        b'{"prompt":"a","stream":true,"stream_deltas":true,"n":1,"best_of":2}',
-        "stream_deltas must be false where best_of is greater than n, got n=1 and best_of=2",
-    ),
-    (
-        b'{"prompt":"a","stream":true,"stream_deltas":true,"n":2,"use_beam_search":true,"temperature":0}',
-        "stream_deltas must be false in beam search",
-    ),
-    (b'{"prompt":"a","stream_deltas":"yes"}', "stream_deltas"),
-]
 
 
 @pytest.mark.parametrize("body, word", BAD_BODIES, ids=[body[:40].decode("latin-1") for body, _ in BAD_BODIES])
