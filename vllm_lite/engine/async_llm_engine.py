@@ -40,7 +40,7 @@ NUM_TOKENISING_THREADS = 2
 MAX_SIZE_IN_A_TURN = 4 * MAX_QUICK_SIZE
 """Of all that the event loop tokenises before others on it have their turn: requests come hundreds at a time."""
 NUM_DELTAS_AT_ONCE = 32
-"""For a caller that waits for the end. Few enough that nobody notices how long he takes for them."""
+"""For a caller that waits for the end. To take them in one go holds up nobody for long."""
 LOG_SAYS_WHY = "the log says why."
 
 
